@@ -1,0 +1,275 @@
+"""A recipe: one YAML file is one run. Unknown keys are refused; every fault is reported at once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from quantkit.errors import Fault, RecipeError
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
+Method = Literal["awq", "gptq", "fp8", "rtn"]
+Format = Literal["awq", "gptq", "compressed-tensors"]
+
+FORMATS_OF_METHOD: dict[str, tuple[str, ...]] = {
+    "awq": ("awq", "compressed-tensors"),
+    "gptq": ("gptq", "compressed-tensors"),
+    "rtn": ("awq", "gptq", "compressed-tensors"),
+    "fp8": ("compressed-tensors",),
+}
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Model(Part):
+    source: str
+    revision: str | None = None
+    dtype: Literal["bfloat16", "float16"] = "bfloat16"
+    """The dtype of a checkpoint that quantkit itself writes (a converted GGUF); others keep their own."""
+
+
+class Calibration(Part):
+    """`set` names a file of the folder calibration/ (or is a path to a YAML of that kind)."""
+
+    set: str = "python-docs"
+    samples: Annotated[int, Field(ge=1)] = 64
+    length: Annotated[int, Field(ge=8)] = 512
+    """Tokens a sample."""
+    seed: int = 0
+
+
+class Variant(Part):
+    method: Method
+    bits: Literal[4, 8] = 4
+    """FP8 is always 8 bits; `bits` says nothing there."""
+    group_size: Annotated[int, Field(ge=-1)] = 128
+    """Input columns that share one scale; -1: a whole row."""
+    format: Format | None = None
+    scheme: Literal["dynamic"] | None = None
+    symmetric: bool | None = None
+    """None: what the format loads (awq: asymmetric, gptq: symmetric, compressed-tensors INT4: asymmetric)."""
+    rounding: Literal["gptq", "nearest"] = "gptq"
+    """How the AWQ-scaled weight is rounded; 'nearest' is AWQ as published."""
+    damping: Annotated[float, Field(gt=0, lt=1)] = 0.01
+    """Share of the mean diagonal of the Gram that is added to it."""
+    ignore: tuple[str, ...] = ()
+    """Names or globs of modules kept in full precision; each must match at least one."""
+
+    @model_validator(mode="after")
+    def settle(self) -> Self:
+        """Fill the format that the method implies and refuse pairs that no loader reads."""
+        allowed = FORMATS_OF_METHOD[self.method]
+        if self.format is None:
+            object.__setattr__(self, "format", allowed[0])
+        if self.format not in allowed:
+            raise ValueError(f"format {self.format!r} cannot hold method {self.method!r}; use one of {', '.join(allowed)}")
+        if self.method == "fp8":
+            object.__setattr__(self, "bits", 8)
+            object.__setattr__(self, "scheme", self.scheme or "dynamic")
+            return self
+        if self.scheme is not None:
+            raise ValueError("scheme belongs to method fp8")
+        if self.bits != 4:
+            raise ValueError("this version makes INT4; use bits: 4, or method fp8")
+        fixed = {"awq": False, "gptq": True}.get(self.format or "")
+        if fixed is not None and self.symmetric not in (None, fixed):
+            word = "symmetric" if fixed else "asymmetric"
+            raise ValueError(f"vLLM loads format {self.format!r} only {word}; use compressed-tensors for the other")
+        if self.symmetric is None:
+            object.__setattr__(self, "symmetric", bool(fixed))
+        return self
+
+
+class Evaluate(Part):
+    suites: tuple[Name, ...]
+    baseline: Literal["source"] = "source"
+    limit: dict[Name, Annotated[int, Field(ge=1)]] = {}
+    """Items per suite, at most; a limited score is marked so."""
+    allow_unsandboxed: bool = False
+
+
+class Margin(Part):
+    """What a suite may lose: a drop in points of its metric, or a factor of its perplexity. Exactly one."""
+
+    max_drop: Annotated[float, Field(ge=0, lt=1)] | None = None
+    max_ratio: Annotated[float, Field(ge=1)] | None = None
+
+    @model_validator(mode="after")
+    def one(self) -> Self:
+        if (self.max_drop is None) == (self.max_ratio is None):
+            raise ValueError("give exactly one of max_drop and max_ratio")
+        return self
+
+
+class AccuracyGate(Part):
+    confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
+    required: dict[Name, Margin]
+    reported: dict[Name, Margin] = {}
+
+
+class Regime(Part):
+    concurrency: Annotated[int, Field(ge=1)]
+    min_ratio: Annotated[float, Field(gt=0)]
+    """Output tokens per second of the variant over those of the source, at least."""
+    requests: Annotated[int, Field(ge=1)] | None = None
+    """None: 4 a stream, at least 8."""
+    prompt_tokens: Annotated[int, Field(ge=1)] = 96
+    output_tokens: Annotated[int, Field(ge=1)] = 48
+
+    @property
+    def count(self) -> int:
+        return self.requests or max(8, 4 * self.concurrency)
+
+
+class ThroughputGate(Part):
+    confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
+    pairs: Annotated[int, Field(ge=3)] = 3
+    regimes: Annotated[tuple[Regime, ...], Field(min_length=1)]
+
+
+class Gates(Part):
+    accuracy: AccuracyGate
+    throughput: ThroughputGate | None = None
+
+
+class Serve(Part):
+    target: Name = "cpu"
+    max_model_len: Annotated[int, Field(ge=16)] = 2048
+    tensor_parallel: Annotated[int, Field(ge=1)] = 1
+    port: int | None = None
+    """None: a free port. Servers bind to loopback."""
+
+
+class Select(Part):
+    objective: Literal["throughput", "size", "quality"] = "throughput"
+
+
+class Publish(Part):
+    registry: Literal["mlflow"] = "mlflow"
+    uri: str = "sqlite"
+    """'sqlite' is a database inside the runs folder; anything else is an MLflow tracking URI."""
+    name: Name
+    alias: Name = "champion"
+
+
+class Recipe(Part):
+    name: Name
+    model: Model
+    calibration: Calibration = Calibration()
+    variants: Annotated[dict[Name, Variant], Field(min_length=1)]
+    evaluate: Evaluate | None = None
+    gates: Gates | None = None
+    serve: Serve = Serve()
+    select: Select = Select()
+    publish: Publish | None = None
+
+    @property
+    def digest(self) -> str:
+        """sha256 of the resolved recipe: the identity of a run."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
+
+
+def disagreements(recipe: Recipe, path: Path) -> list[Fault]:
+    """What no single key shows: names that point nowhere, gates that contradict each other."""
+    faults = []
+    if "source" in recipe.variants:
+        faults.append(Fault("'source' is the baseline's own name", f"{path}: variants.source", "call the variant otherwise"))
+    suites = set(recipe.evaluate.suites) if recipe.evaluate else set()
+    gates = recipe.gates.accuracy if recipe.gates else AccuracyGate(required={})
+    named = {
+        "gates.accuracy.required": gates.required,
+        "gates.accuracy.reported": gates.reported,
+        "evaluate.limit": recipe.evaluate.limit if recipe.evaluate else {},
+    }
+    for where, names in named.items():
+        for suite in sorted(set(names) - suites):
+            faults.append(Fault(f"{suite} is not among evaluate.suites", f"{path}: {where}.{suite}", "add it there, or remove it here"))
+    for suite in sorted(set(gates.required) & set(gates.reported)):
+        faults.append(Fault(f"{suite} is both required and reported", f"{path}: gates.accuracy", "keep one of the two"))
+    if recipe.publish and not (recipe.gates and recipe.gates.accuracy.required):
+        faults.append(Fault("nothing is published unjudged", f"{path}: publish", "add gates.accuracy.required, or remove publish"))
+    return faults
+
+
+def load(path: Path) -> Recipe:
+    """Read and check a recipe file. Raises RecipeError with every fault of the file."""
+    recipe, faults = read(path)
+    if recipe is None or faults:
+        raise RecipeError(*faults)
+    return recipe
+
+
+def read(path: Path) -> tuple[Recipe | None, tuple[Fault, ...]]:
+    """The recipe with its faulty parts left out, and every fault, so that the plan can add its own to them.
+
+    The recipe is None where too little is left to plan with.
+    """
+    try:
+        document: Any = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)
+        text = json.dumps(document)
+    except FileNotFoundError:
+        return None, (Fault("no such recipe", str(path), "give the path of a recipe; examples are in recipes/"),)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, ValueError) as error:
+        return None, (Fault(f"not readable as YAML: {error}", str(path), "correct the file"),)
+    if not isinstance(document, dict):
+        return None, (Fault("a recipe is a mapping of keys", str(path), "recipes/README.md lists the keys"),)
+    faults: list[Fault] = []
+    while True:
+        try:
+            # Through JSON: strict mode then takes lists for tuples, and still refuses "4" for 4.
+            recipe = Recipe.model_validate_json(text)
+            return recipe, (*faults, *disagreements(recipe, path))
+        except ValidationError as error:
+            details = error.errors()
+        # What a pruned key leaves missing further up is no fault of the writer.
+        faults += [_fault(path, detail) for detail in details if not faults or detail["type"] != "missing"]
+        if not all([_prune(document, detail["loc"], detail["type"]) for detail in details]):
+            return None, tuple(faults)
+        text = json.dumps(document)
+
+
+def _prune(document: Any, loc: tuple[int | str, ...], kind: str) -> bool:
+    """Take the faulty entry out (a missing one: the mapping that misses it); False where nothing can be taken."""
+    path = loc[:-1] if kind == "missing" else loc
+    for depth in range(len(path), 0, -1):
+        node = document
+        try:
+            for key in path[: depth - 1]:
+                node = node[key]
+            del node[path[depth - 1]]
+            return True
+        except (KeyError, IndexError, TypeError):
+            continue
+    return False
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML lets a key stand twice and keeps the last; a recipe must not."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = sorted({str(key) for key in keys if keys.count(key) > 1})
+        if twice:
+            raise yaml.MarkedYAMLError(problem=f"{', '.join(twice)} stands twice", problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def _fault(path: Path, detail: Any) -> Fault:
+    where = ".".join(str(part) for part in detail["loc"])
+    kind, given = detail["type"], detail.get("input")
+    if kind == "extra_forbidden":
+        what, do = f"unknown key '{detail['loc'][-1]}'", "remove it, or correct its spelling; recipes/README.md lists the keys"
+    elif kind == "missing":
+        what, do = f"'{detail['loc'][-1]}' is missing", "add it"
+    else:
+        message = detail["msg"].removeprefix("Value error, ")
+        shown = f" (given: {given!r})" if isinstance(given, str | int | float | bool) else ""
+        what, do = message + shown, "correct the value"
+    return Fault(what, f"{path}: {where}" if where else str(path), do)
