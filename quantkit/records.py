@@ -267,6 +267,8 @@ class RegimeTimings(Record):
     high: float
     verdict: Outcome
     why: str = ""
+    faults: tuple[str, ...] = ()
+    """What makes the load runs void (failed requests, unequal tokens, prefix-cache hits); any is a fail."""
 
 
 class Timings(Record):
@@ -331,6 +333,9 @@ class Verdict(Record):
 class Stage(Record):
     state: Literal["pending", "running", "done", "failed"] = "pending"
     seconds: float = 0.0
+    """Over all attempts."""
+    key: str = ""
+    """Digest of the settings that the stage ran under."""
 
 
 class Run(Record):
