@@ -1,0 +1,106 @@
+"""Facts per model family, as a table: where the blocks are, which linears share an input, which pairs fold.
+
+Adding a family is one line in FAMILIES (and one law in tests/test_families.py). Names are relative to a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quantkit.errors import Fault, PlanError
+from quantkit.records import Module, TensorInfo
+
+
+@dataclass(frozen=True)
+class Fold:
+    """`before` can be divided by a scale per channel that the columns of `linears` are multiplied by."""
+
+    before: str
+    """A norm (one weight per channel) or a linear (one output row per channel)."""
+    linears: tuple[str, ...]
+    repeats_heads: bool = False
+    """Grouped queries repeat the output heads of `before`: the scale is one per channel of the stored heads."""
+
+
+@dataclass(frozen=True)
+class Family:
+    name: str
+    inputs: tuple[tuple[str, ...], ...]
+    """The linears of a block in groups that share one input, in the order in which they run."""
+    folds: tuple[Fold, ...]
+    """In the order in which they run; each has the linears of one group of `inputs`."""
+    fused: tuple[tuple[str, ...], ...]
+    """Linears (last part of the name) that vLLM fuses into one, so that their schemes must agree."""
+    fused_names: tuple[str, ...]
+    """What vLLM calls each of `fused`."""
+    layers: str = "model.layers"
+    embedding: str = "model.embed_tokens"
+    head: str = "lm_head"
+
+    def blocks(self, config: Mapping[str, Any]) -> int:
+        """Number of decoder blocks."""
+        return int(config["num_hidden_layers"])
+
+    def prefix(self, block: int) -> str:
+        """What the names of a block's tensors begin with, its dot included."""
+        return f"{self.layers}.{block}."
+
+    def linears(self, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> tuple[Module, ...]:
+        """Every linear of every block, in the order in which they run.
+
+        Raises PlanError naming each linear that the checkpoint lacks.
+        """
+        names = [
+            self.prefix(block) + linear
+            for block in range(self.blocks(config))
+            for group in self.inputs
+            for linear in group
+        ]
+        do = "give a complete checkpoint; its config.json must be its own"
+        missing = [name for name in names if f"{name}.weight" not in tensors]
+        if missing:
+            raise PlanError(*(Fault(f"{name}.weight is missing", f"family {self.name}", do) for name in missing))
+        return tuple(
+            Module(name=name, rows=shape[0], columns=shape[1])
+            for name in names
+            for shape in [tensors[f"{name}.weight"].shape]
+        )
+
+
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+
+
+def _gated(name: str) -> Family:
+    """Pre-norm block with q/k/v/o attention and a gated MLP: Llama and those that kept its names."""
+    return Family(
+        name=name,
+        inputs=(_QKV, ("self_attn.o_proj",), _GATE_UP, ("mlp.down_proj",)),
+        folds=(
+            Fold("input_layernorm", _QKV),
+            Fold("self_attn.v_proj", ("self_attn.o_proj",), repeats_heads=True),
+            Fold("post_attention_layernorm", _GATE_UP),
+            Fold("mlp.up_proj", ("mlp.down_proj",)),
+        ),
+        fused=(("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")),
+        fused_names=("qkv_proj", "gate_up_proj"),
+    )
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": _gated("llama"),  # Llama 2 and 3, SmolLM
+    "mistral": _gated("mistral"),
+    "qwen2": _gated("qwen2"),  # biases on q, k, v
+}
+"""By `model_type` of config.json."""
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """The family of a config. Raises PlanError for one that the table lacks."""
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        what = f"model_type {kind!r} is not in the table of families ({', '.join(FAMILIES)})"
+        raise PlanError(Fault(what, "config.json: model_type", "use a model of these families, or add a line there"))
+    return FAMILIES[kind]
