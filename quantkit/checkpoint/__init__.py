@@ -1,0 +1,1 @@
+"""Checkpoints on disk: where they come from, what their headers say, reading and writing them whole."""
