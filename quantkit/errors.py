@@ -1,13 +1,13 @@
 """Everything that quantkit refuses, as one tree. Each error carries faults: what, where, do what.
 
-    QuantkitError
-    ├── RecipeError     2    the recipe cannot be read, or says something impossible
-    ├── PlanError       3    the recipe is sound, but this model, target or machine cannot do it
-    ├── SolveError      4    calibration or solving went wrong
-    ├── ArtifactError   5    a checkpoint or artifact on disk is not what it claims to be
-    ├── ToolError       6    a job in a tool environment failed
-    ├── GateError       7    records that cannot be compared (a verdict of "no" is not an error)
-    └── PublishError    8    the registry refused, or what came back was not what was sent
+QuantkitError
+├── RecipeError     2    the recipe cannot be read, or says something impossible
+├── PlanError       3    the recipe is sound, but this model, target or machine cannot do it
+├── SolveError      4    calibration or solving went wrong
+├── ArtifactError   5    a checkpoint or artifact on disk is not what it claims to be
+├── ToolError       6    a job in a tool environment failed
+├── GateError       7    records that cannot be compared (a verdict of "no" is not an error)
+└── PublishError    8    the registry refused, or what came back was not what was sent
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Journal:
         Raises PlanError where the folder holds artifacts of another model, calibration or set of variants.
         """
         self._path = folder / "run.json"
-        self._keys = stage_keys(recipe, source_digest)
+        self.keys = stage_keys(recipe, source_digest)
         old = Run.read(self._path) if self._path.exists() else None
         self.run = Run(
             recipe=recipe.model_dump(mode="json"),
@@ -61,26 +61,26 @@ class Journal:
             stages=old.stages if old else {},
         )
         made = old.stages.get("quantize") if old else None
-        if made and made.key != self._keys["quantize"]:
+        if made and made.key != self.keys["quantize"]:
             what = "this folder holds the artifacts of another model, calibration or set of variants"
             do = "give the recipe another name, give another --runs folder, or delete this one"
             raise PlanError(Fault(what, str(folder), do))
         for stage, output in _OUTPUTS.items():
             known = self.run.stages.get(stage)
-            if known and known.key != self._keys[stage]:
+            if known and known.key != self.keys[stage]:
                 shutil.rmtree(folder / output, ignore_errors=True)
         self.run.write(self._path)
 
     def due(self, stage: str) -> bool:
         """Whether the stage was never finished under the present settings."""
         known = self.run.stages.get(stage)
-        return known is None or known.state != "done" or known.key != self._keys[stage]
+        return known is None or known.state != "done" or known.key != self.keys[stage]
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Run a stage: its state and seconds (over all attempts) go into run.json, whatever happens."""
         known = self.run.stages.get(name)
-        spent = known.seconds if known and known.key == self._keys[name] else 0.0
+        spent = known.seconds if known and known.key == self.keys[name] else 0.0
         start = time.monotonic()
         self._set(name, "running", spent)
         state = "failed"
@@ -95,7 +95,7 @@ class Journal:
         self.run.write(self._path)
 
     def _set(self, name: str, state: str, seconds: float) -> None:
-        stage = Stage.model_validate({"state": state, "seconds": round(seconds, 1), "key": self._keys[name]})
+        stage = Stage.model_validate({"state": state, "seconds": round(seconds, 1), "key": self.keys[name]})
         self.note(stages={**self.run.stages, name: stage})
 
 

@@ -69,7 +69,9 @@ class Variant(Part):
         if self.format is None:
             object.__setattr__(self, "format", allowed[0])
         if self.format not in allowed:
-            raise ValueError(f"format {self.format!r} cannot hold method {self.method!r}; use one of {', '.join(allowed)}")
+            raise ValueError(
+                f"format {self.format!r} cannot hold method {self.method!r}; use one of {', '.join(allowed)}"
+            )
         if self.method == "fp8":
             object.__setattr__(self, "bits", 8)
             object.__setattr__(self, "scheme", self.scheme or "dynamic")
@@ -170,6 +172,12 @@ class Recipe(Part):
     select: Select = Select()
     publish: Publish | None = None
 
+    @classmethod
+    def of(cls, document: Any) -> Recipe:
+        """From plain data as YAML or JSON give it. Raises pydantic's ValidationError."""
+        # Through JSON: strict mode then takes lists for tuples, and still refuses "4" for 4.
+        return cls.model_validate_json(json.dumps(document))
+
     @property
     def digest(self) -> str:
         """sha256 of the resolved recipe: the identity of a run."""
@@ -180,7 +188,9 @@ def disagreements(recipe: Recipe, path: Path) -> list[Fault]:
     """What no single key shows: names that point nowhere, gates that contradict each other."""
     faults = []
     if "source" in recipe.variants:
-        faults.append(Fault("'source' is the baseline's own name", f"{path}: variants.source", "call the variant otherwise"))
+        faults.append(
+            Fault("'source' is the baseline's own name", f"{path}: variants.source", "call the variant otherwise")
+        )
     suites = set(recipe.evaluate.suites) if recipe.evaluate else set()
     gates = recipe.gates.accuracy if recipe.gates else AccuracyGate(required={})
     named = {
@@ -190,11 +200,19 @@ def disagreements(recipe: Recipe, path: Path) -> list[Fault]:
     }
     for where, names in named.items():
         for suite in sorted(set(names) - suites):
-            faults.append(Fault(f"{suite} is not among evaluate.suites", f"{path}: {where}.{suite}", "add it there, or remove it here"))
+            faults.append(
+                Fault(
+                    f"{suite} is not among evaluate.suites",
+                    f"{path}: {where}.{suite}",
+                    "add it there, or remove it here",
+                )
+            )
     for suite in sorted(set(gates.required) & set(gates.reported)):
         faults.append(Fault(f"{suite} is both required and reported", f"{path}: gates.accuracy", "keep one of the two"))
     if recipe.publish and not (recipe.gates and recipe.gates.accuracy.required):
-        faults.append(Fault("nothing is published unjudged", f"{path}: publish", "add gates.accuracy.required, or remove publish"))
+        faults.append(
+            Fault("nothing is published unjudged", f"{path}: publish", "add gates.accuracy.required, or remove publish")
+        )
     return faults
 
 
@@ -212,8 +230,8 @@ def read(path: Path) -> tuple[Recipe | None, tuple[Fault, ...]]:
     The recipe is None where too little is left to plan with.
     """
     try:
-        document: Any = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)
-        text = json.dumps(document)
+        document: Any = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)  # noqa: S506 - a SafeLoader with one more rule
+        json.dumps(document)
     except FileNotFoundError:
         return None, (Fault("no such recipe", str(path), "give the path of a recipe; examples are in recipes/"),)
     except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, ValueError) as error:
@@ -223,8 +241,7 @@ def read(path: Path) -> tuple[Recipe | None, tuple[Fault, ...]]:
     faults: list[Fault] = []
     while True:
         try:
-            # Through JSON: strict mode then takes lists for tuples, and still refuses "4" for 4.
-            recipe = Recipe.model_validate_json(text)
+            recipe = Recipe.of(document)
             return recipe, (*faults, *disagreements(recipe, path))
         except ValidationError as error:
             details = error.errors()
@@ -232,7 +249,6 @@ def read(path: Path) -> tuple[Recipe | None, tuple[Fault, ...]]:
         faults += [_fault(path, detail) for detail in details if not faults or detail["type"] != "missing"]
         if not all([_prune(document, detail["loc"], detail["type"]) for detail in details]):
             return None, tuple(faults)
-        text = json.dumps(document)
 
 
 def _prune(document: Any, loc: tuple[int | str, ...], kind: str) -> bool:
@@ -265,7 +281,10 @@ def _fault(path: Path, detail: Any) -> Fault:
     where = ".".join(str(part) for part in detail["loc"])
     kind, given = detail["type"], detail.get("input")
     if kind == "extra_forbidden":
-        what, do = f"unknown key '{detail['loc'][-1]}'", "remove it, or correct its spelling; recipes/README.md lists the keys"
+        what, do = (
+            f"unknown key '{detail['loc'][-1]}'",
+            "remove it, or correct its spelling; recipes/README.md lists the keys",
+        )
     elif kind == "missing":
         what, do = f"'{detail['loc'][-1]}' is missing", "add it"
     else:

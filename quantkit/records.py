@@ -216,6 +216,8 @@ class Scores(Record):
 
     suite: str
     variant: str
+    artifact: str | None = None
+    """Digest of the weights that were asked, where the caller gave one."""
     backend: str
     fingerprint: str
     settings: dict[str, Any]

@@ -143,7 +143,9 @@ def _machine(plan: Plan, path: Path, runs: Path) -> list[Fault]:
         faults.append(Fault(what, str(runs.absolute()), "free some, or give another --runs folder"))
     available = psutil.virtual_memory().available
     if plan.peak_bytes > available:
-        what = f"quantizing needs about {plan.peak_bytes / 1e9:.2f} GB of memory, {available / 1e9:.2f} GB are available"
+        what = (
+            f"quantizing needs about {plan.peak_bytes / 1e9:.2f} GB of memory, {available / 1e9:.2f} GB are available"
+        )
         do = "use fewer or shorter calibration samples, or a machine with more memory"
         faults.append(Fault(what, f"{path}: calibration", do))
     return faults
