@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -193,7 +194,7 @@ def disagreements(recipe: Recipe, path: Path) -> list[Fault]:
         )
     suites = set(recipe.evaluate.suites) if recipe.evaluate else set()
     gates = recipe.gates.accuracy if recipe.gates else AccuracyGate(required={})
-    named = {
+    named: dict[str, Mapping[str, object]] = {
         "gates.accuracy.required": gates.required,
         "gates.accuracy.reported": gates.reported,
         "evaluate.limit": recipe.evaluate.limit if recipe.evaluate else {},
