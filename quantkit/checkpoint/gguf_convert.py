@@ -6,11 +6,12 @@ keeps the two halves of a head apart. Source: `permute` in llama.cpp's convert_h
 
 from __future__ import annotations
 
+import os
 import shutil
-import tempfile
 from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
@@ -39,20 +40,24 @@ def convert(gguf: Gguf, index: Index) -> None:
     if free < index.bytes + _ROOM:
         what = f"the converted checkpoint takes {index.bytes >> 20} MiB, {free >> 20} MiB are free"
         raise PlanError(Fault(what, str(home), "free some space, or set QUANTKIT_CACHE to a larger disk"))
-    with tempfile.TemporaryDirectory(prefix=f".{index.root.name}.", dir=home) as draft:
-        folder = Path(draft) / "model"
-        folder.mkdir()
-        _write_weights(folder, gguf, index)
-        write_tokenizer(folder, gguf.meta, index.config["max_position_embeddings"])
-        write_json(folder / "generation_config.json", _generation(gguf))
-        write_json(folder / "config.json", index.config)
-        write_index(folder, sorted({tensor.file for tensor in index.tensors.values()}))
-        try:
-            folder.rename(index.root)
-        except OSError:
-            # Another process may have made the same folder meanwhile; its bytes are the same.
-            if not index.root.is_dir():
-                raise
+    for stale in home.glob(f".{index.root.name}.*.part"):
+        if not psutil.pid_exists(int(stale.name.split(".")[-2])):
+            shutil.rmtree(stale)
+    draft = home / f".{index.root.name}.{os.getpid()}.part"
+    draft.mkdir()
+    try:
+        _write_weights(draft, gguf, index)
+        write_tokenizer(draft, gguf.meta, index.config["max_position_embeddings"])
+        write_json(draft / "generation_config.json", _generation(gguf))
+        write_json(draft / "config.json", index.config)
+        write_index(draft, sorted({tensor.file for tensor in index.tensors.values()}))
+        draft.rename(index.root)
+    except OSError:
+        # Another process may have made the same folder meanwhile; its bytes are the same.
+        if not index.root.is_dir():
+            raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 def _write_weights(folder: Path, gguf: Gguf, index: Index) -> None:
