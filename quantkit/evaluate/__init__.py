@@ -1,0 +1,1 @@
+"""Suites through lm-eval, perplexity and KL, and the sandbox that runs generated code."""
