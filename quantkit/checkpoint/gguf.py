@@ -63,6 +63,7 @@ _BLOCK_NAMES = {
 _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_SIZES = ("block_count", "embedding_length", "feed_forward_length", "attention.head_count", "context_length")
 
 
 @dataclass(frozen=True)
@@ -227,10 +228,14 @@ def _refusals(gguf: Gguf) -> list[tuple[str, str]]:
     other = "use the original safetensors checkpoint as a folder or hub id"
     if arch not in ARCHITECTURES:
         return [(f"a GGUF of architecture {arch!r}; known are {', '.join(ARCHITECTURES)}", other)]
-    sizes = ("block_count", "embedding_length", "feed_forward_length", "attention.head_count", "context_length")
-    missing = [f"{arch}.{key}" for key in (*sizes, "attention.layer_norm_rms_epsilon") if f"{arch}.{key}" not in meta]
-    if missing:
-        return [(f"the header lacks {', '.join(missing)}", other)]
+    sizes = [f"{arch}.{key}" for key in _SIZES]
+    unusable = [key for key in sizes if not isinstance(meta.get(key), int) or meta[key] < 1]
+    if not isinstance(meta.get(f"{arch}.attention.layer_norm_rms_epsilon"), float):
+        unusable.append(f"{arch}.attention.layer_norm_rms_epsilon")
+    if not isinstance(meta.get(f"{arch}.attention.head_count_kv", 1), int):
+        unusable.append(f"{arch}.attention.head_count_kv")
+    if unusable:
+        return [(f"the header has no usable {', '.join(unusable)}", other)]
     if meta.get(f"{arch}.expert_count"):
         wrong.append(("a mixture of experts inside a GGUF", other))
     scaling = meta.get(f"{arch}.rope.scaling.type", "none")
@@ -239,16 +244,41 @@ def _refusals(gguf: Gguf) -> list[tuple[str, str]]:
     width = heads(gguf)[2]
     if meta.get(f"{arch}.rope.dimension_count", width) != width:
         wrong.append(("rotary positions on a part of each head", other))
-    blocks = range(int(meta[f"{arch}.block_count"]))
-    biased = ("attn_q", "attn_k", "attn_v") if arch == "qwen2" else ()
-    wanted = {f"blk.{block}.{part}.weight" for block in blocks for part in _BLOCK_NAMES}
-    wanted |= {f"blk.{block}.{part}.bias" for block in blocks for part in biased}
-    wanted |= {"token_embd.weight", "output_norm.weight"}
-    there = set(gguf.tensors) - {"output.weight", "rope_freqs.weight"}
-    for what, names in (("lacks", wanted - there), ("holds, without a place for them,", there - wanted)):
+    wanted = _shapes(gguf, arch)
+    there = {name: tensor.shape for name, tensor in gguf.tensors.items() if name != "rope_freqs.weight"}
+    odd = {name for name in wanted.keys() & there.keys() if wanted[name] != there[name]}
+    spare = there.keys() - wanted.keys()
+    lacks = wanted.keys() - there.keys() - {"output.weight"}
+    for what, names in (("lacks", lacks), ("has no place for", spare), ("has other shapes than its sizes say in", odd)):
         if names:
             wrong.append((f"the GGUF {what} {', '.join(sorted(names)[:4])} ({len(names)} tensors)", other))
     return wrong
+
+
+def _shapes(gguf: Gguf, arch: str) -> dict[str, tuple[int, ...]]:
+    """The tensors that this architecture has, under llama.cpp's names, by the sizes in the header."""
+    hidden, inner = gguf.meta[f"{arch}.embedding_length"], gguf.meta[f"{arch}.feed_forward_length"]
+    count, shared, width = heads(gguf)
+    vocab = gguf.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in gguf.tensors else 0
+    block = {
+        "attn_norm.weight": (hidden,),
+        "ffn_norm.weight": (hidden,),
+        "attn_q.weight": (count * width, hidden),
+        "attn_k.weight": (shared * width, hidden),
+        "attn_v.weight": (shared * width, hidden),
+        "attn_output.weight": (hidden, count * width),
+        "ffn_gate.weight": (inner, hidden),
+        "ffn_up.weight": (inner, hidden),
+        "ffn_down.weight": (hidden, inner),
+    }
+    if arch == "qwen2":
+        block |= {f"attn_{part}.bias": block[f"attn_{part}.weight"][:1] for part in "qkv"}
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("token_embd.weight", "output.weight"), (vocab, hidden))
+    shapes["output_norm.weight"] = (hidden,)
+    # No block is without tensors: a damaged count must not become a table of billions of names.
+    for number in range(min(gguf.meta[f"{arch}.block_count"], len(gguf.tensors))):
+        shapes |= {f"blk.{number}.{name}": shape for name, shape in block.items()}
+    return shapes
 
 
 def _config(gguf: Gguf, dtype: str) -> dict[str, Any]:

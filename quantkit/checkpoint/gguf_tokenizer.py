@@ -34,7 +34,12 @@ def refusals(meta: dict[str, Any]) -> list[tuple[str, str]]:
     pre = meta.get("tokenizer.ggml.pre")
     if kind == "gpt2" and pre not in PRE_TOKENIZERS:
         return [(f"pre-tokenizer {pre!r}; known are {', '.join(PRE_TOKENIZERS)}", other)]
-    return []
+    count = len(meta["tokenizer.ggml.tokens"])
+    if any(len(meta[f"tokenizer.ggml.{key}"]) != count for key in ("token_type", "scores")[: 1 + (kind == "llama")]):
+        return [(f"the tokenizer's lists differ in length from its {count} tokens", other)]
+    ids = {key: meta[key] for key in meta if key.startswith("tokenizer.ggml.") and key.endswith("_token_id")}
+    outside = [f"{key} = {number}" for key, number in ids.items() if not 0 <= number < count]
+    return [(f"no token has the number of {', '.join(outside)}", other)] if outside else []
 
 
 def write_tokenizer(folder: Path, meta: dict[str, Any], max_length: int) -> None:

@@ -59,9 +59,12 @@ def materialise(index: Index, revision: str | None, dtype: str) -> Index:
         from quantkit.checkpoint.gguf_convert import convert
 
         convert(gguf.read_header(gguf.locate(index.origin)), index)
-    made = read_index(index.root, index.origin).model_copy(update={"quantized_origin": index.quantized_origin})
+    do = f"delete {index.root} and run the command again"
+    try:
+        made = read_index(index.root, index.origin).model_copy(update={"quantized_origin": index.quantized_origin})
+    except ArtifactError as error:
+        raise ArtifactError(*(Fault(fault.what, fault.where, do) for fault in error.faults)) from None
     if made != index:
-        do = "delete the folder and run the command again"
         raise ArtifactError(Fault("the converted checkpoint is not what its GGUF promises", str(index.root), do))
     return made
 

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -217,6 +218,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "pre-tokenizer": ({"pre": "default"}, "pre-tokenizer 'default'; known are gpt-2, llama-bpe"),
     "spare tensor": ({"change": lambda _, t: t.update({"blk.0.odd.weight": np.ones(4, np.float32)})}, "blk.0.odd"),
     "missing tensor": ({"change": lambda _, t: t.pop("blk.0.ffn_up.weight")}, "lacks blk.0.ffn_up.weight"),
+    "odd shape": (
+        {"change": lambda _, t: t.update({"blk.0.attn_k.weight": np.ones((8, WIDTH), np.float32)})},
+        "shapes",
+    ),
     "scaled positions": ({"change": set_key("llama.rope.scaling.type", "yarn")}, "scaled rotary"),
     "experts": ({"change": lambda writer, _: writer.add_expert_count(8)}, "mixture of experts"),
 }
@@ -250,6 +255,26 @@ def test_a_second_materialise_uses_the_folder_and_other_weights_another_one(tmp_
     other = open_source(str(tmp_path / "m.gguf"), None, "bfloat16")
     assert other.root != first.root
     assert source_digest(other) != source_digest(first)
+
+
+def test_a_damaged_header_never_escapes_the_error_tree(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf")
+    whole = (tmp_path / "m.gguf").read_bytes()
+    end = min(tensor.start for tensor in headers.read_header(tmp_path / "m.gguf").tensors.values())
+    random = Random(0)  # noqa: S311 a reproducible draw, nothing secret
+    outcomes = set()
+    for _ in range(300):
+        damaged = bytearray(whole)
+        # The names and sizes stand in front, the table of tensors at the end; between them is vocabulary.
+        place = random.choice((random.randrange(700), random.randrange(end - 800, end)))
+        damaged[place] = random.choice((0, 1, 255, random.randrange(256)))
+        (tmp_path / "damaged.gguf").write_bytes(damaged)
+        try:
+            open_source(str(tmp_path / "damaged.gguf"), None, "bfloat16")
+            outcomes.add("opened")
+        except QuantkitError:
+            outcomes.add("refused")
+    assert outcomes == {"opened", "refused"}
 
 
 def test_every_cut_of_the_file_is_refused_in_words(tmp_path: Path) -> None:
