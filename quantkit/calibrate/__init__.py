@@ -1,0 +1,1 @@
+"""From texts to what the solvers need: samples, one block run forward, statistics of its inputs."""

@@ -1,0 +1,78 @@
+"""Run one decoder block, in transformers' own code, over the calibration tokens."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel
+
+from quantkit.calibrate.statistics import Gathering
+from quantkit.records import Statistics
+
+
+def build_block(config: Mapping[str, Any], tensors: Mapping[str, Tensor], number: int, batch: Tensor) -> nn.Module:
+    """The decoder of `config` cut to block `number`, without final norm: hidden states in, hidden states out.
+
+    Masks, rotary embedding and attention are transformers' own, because the whole decoder around the block is.
+
+    Args:    tensors: the block's, by their name within it. batch: any tensor of the dtype to compute in.
+    Raises:  RuntimeError: a tensor is missing, or none of the block's.
+    """
+    fields = copy.deepcopy(dict(config))
+    if isinstance(kinds := fields.get("layer_types"), list):
+        fields["layer_types"] = kinds[number : number + 1]
+    if "max_window_layers" in fields:  # Qwen2: blocks from this one on slide their window
+        fields["max_window_layers"] = max(0, fields["max_window_layers"] - number)
+    fields["num_hidden_layers"] = 1
+    fields = {key: value for key, value in fields.items() if key not in ("torch_dtype", "dtype")}
+    settings = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    with torch.device("meta"):
+        decoder: Any = AutoModel.from_config(settings, attn_implementation="sdpa", dtype=batch.dtype)
+    decoder.layers[0].load_state_dict(dict(tensors), strict=True, assign=True)
+    decoder.norm = nn.Identity()
+    decoder.rotary_emb = type(decoder.rotary_emb)(config=decoder.config)
+    made: nn.Module = decoder.eval()
+    return made
+
+
+def run_block(
+    decoder: nn.Module,
+    hidden_SLD: Tensor,
+    inputs: Sequence[Sequence[str]],
+    *,
+    batch: int,
+    where: str,
+) -> dict[str, Statistics]:
+    """Run every sample through the block; `hidden_SLD` is overwritten with the block's output.
+
+    Args:    inputs: the linears of the block in groups that share one input. batch: samples at a time.
+             where: prefix of the names, for errors.
+    Returns: statistics by the first linear of each group.
+    Raises:  SolveError: an input is not finite, or a linear was never called.
+    """
+    layer: Any = decoder.layers[0]  # type: ignore[index]  # a ModuleList, which nn.Module's attributes do not show
+    gatherings, hooks = {}, []
+    for first, *_ in inputs:
+        linear = layer.get_submodule(first)
+        gatherings[first] = Gathering(linear.in_features)
+        hooks.append(linear.register_forward_pre_hook(_watch(gatherings[first])))
+    try:
+        with torch.inference_mode():
+            for start in range(0, len(hidden_SLD), batch):
+                part = hidden_SLD[start : start + batch]
+                part.copy_(decoder(inputs_embeds=part, use_cache=False).last_hidden_state)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {first: gathering.finish(where + first) for first, gathering in gatherings.items()}
+
+
+def _watch(gathering: Gathering) -> Any:
+    def take(_module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        gathering.add(arguments[0])
+
+    return take

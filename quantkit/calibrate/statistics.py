@@ -1,0 +1,61 @@
+"""Sufficient statistics of one linear input, gathered batch by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import Fault, SolveError
+from quantkit.records import Statistics
+
+_STRIPE = 256
+
+
+class Gathering:
+    """Sums over every token seen; `finish` makes them means. Memory is one Gram, whatever the number of tokens."""
+
+    def __init__(self, columns: int) -> None:
+        self._gram_II = torch.zeros(columns, columns)
+        self._abs_I = torch.zeros(columns)
+        self._max_I = torch.zeros(columns)
+        self._tokens = 0
+
+    def add(self, input_TI: Tensor) -> None:
+        """Take in the inputs of some tokens, each counted once; leading axes are tokens too."""
+        rows_TI = input_TI.flatten(0, -2)
+        exact = rows_TI.dtype == torch.bfloat16
+        wide_TI = rows_TI.float()
+        size_TI = wide_TI.abs()
+        self._abs_I += size_TI.sum(0)
+        self._max_I = torch.maximum(self._max_I, size_TI.amax(0))
+        self._tokens += len(rows_TI)
+        with _bf16_products(exact):
+            # The matrix is symmetric: only the part left of each stripe's end is computed.
+            for start in range(0, wide_TI.shape[1], _STRIPE):
+                end = start + _STRIPE
+                self._gram_II[start:end, :end].addmm_(wide_TI[:, start:end].T, wide_TI[:, :end])
+
+    def finish(self, where: str) -> Statistics:
+        """Raises SolveError naming `where`: no token came by, or an input was not finite."""
+        if not self._tokens:
+            raise SolveError(Fault("no token reached this module", where, "check the family table and the samples"))
+        gram_II = torch.tril(self._gram_II)
+        gram_II = (gram_II + torch.tril(gram_II, -1).T) / self._tokens
+        if not bool(torch.isfinite(gram_II).all()):
+            do = "the source model overflows on these samples; check it, or calibrate in bfloat16"
+            raise SolveError(Fault("an input of this module is not finite", where, do))
+        return Statistics(gram_II, self._abs_I / self._tokens, self._max_I, self._tokens)
+
+
+@contextmanager
+def _bf16_products(exact: bool) -> Iterator[None]:
+    """Let float32 products of values that are bfloat16 already run on bfloat16 units: exact products, float32 sums."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium" if exact else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

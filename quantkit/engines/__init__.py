@@ -1,0 +1,1 @@
+"""What turns a plan into artifacts, and loads them again in this process."""
