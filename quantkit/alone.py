@@ -53,12 +53,14 @@ def evaluate(artifact: Path, suite: str, baseline: Path | None, limit: int | Non
     return scores
 
 
-def endpoint(artifact: Path, target: str, port: int | None, max_model_len: int) -> Endpoint:
-    """An endpoint of the artifact, not started yet: a context manager."""
+def endpoint(
+    artifact: Path, target: str, port: int | None, max_model_len: int, prefix_caching: bool = True
+) -> Endpoint:
+    """An endpoint of the artifact, not started yet: a context manager. Raises PlanError for an unknown target."""
     from quantkit.serve.endpoint import Endpoint
 
     serve = Serve(target=target, max_model_len=max_model_len, port=port)
-    return Endpoint(artifact, _target(target).environment, serve, Path("logs") / f"{artifact.name}.log")
+    return Endpoint(artifact, _target(target).environment, serve, Path("logs") / f"{artifact.name}.log", prefix_caching)
 
 
 def bench(
@@ -72,7 +74,7 @@ def bench(
     regimes = tuple(Regime(concurrency=streams, min_ratio=min_ratio) for streams in concurrency)
     with ExitStack() as stack:
         endpoints = {
-            name: stack.enter_context(endpoint(folder, target, None, 1024))
+            name: stack.enter_context(endpoint(folder, target, None, 1024, prefix_caching=False))
             for name, folder in {"source": baseline, "variant": artifact}.items()
         }
         measured = measure(endpoints, regimes, pairs, 0, Path("logs"))["variant"]
@@ -81,7 +83,7 @@ def bench(
             variant=str(artifact),
             baseline=str(baseline),
             target=target,
-            regimes=tuple(judge_regime(*measured[r.concurrency], r, 0.95) for r in regimes),
+            regimes=tuple(judge_regime(*measured[position], regime, 0.95) for position, regime in enumerate(regimes)),
             versions=versions(environment),
             flags=served.flags,
             kernel=served.kernel,

@@ -47,9 +47,18 @@ def prepare(path: Path, runs: Path) -> Prepared:
     plan = index = None
     found = list(faults)
     if recipe is not None:
-        found += texts.check_set(recipe.calibration.set)
-        for suite in recipe.evaluate.suites if recipe.evaluate else ():
-            found += suites.check_suite(suite)
+        parts: list[texts.Part] = ["calibration"]
+        for name in recipe.evaluate.suites if recipe.evaluate else ():
+            wrong = suites.check_suite(name, bool(recipe.evaluate and recipe.evaluate.allow_unsandboxed))
+            found += wrong
+            if not wrong and (suite := suites.load_suite(name)).kind == "perplexity" and suite.text == "held-out":
+                parts.append("held_out")
+        for part in parts:
+            try:
+                texts.documents(recipe.calibration.set, part)
+            except QuantkitError as error:
+                found += error.faults
+                break
         try:
             index = source.open_source(recipe.model.source, recipe.model.revision, recipe.model.dtype)
             plan, wrong = make_plan(recipe, path, index, families.family_of(index.config), runs)
@@ -172,8 +181,8 @@ def make_timings(recipe: Recipe, index: Index, plan: Plan, folder: Path) -> None
         measured = measure(endpoints, gate.regimes, gate.pairs, recipe.calibration.seed, folder / "logs")
         for name in benched:
             judged_regimes = [
-                throughput.judge_regime(*measured[name][regime.concurrency], regime, gate.confidence)
-                for regime in gate.regimes
+                throughput.judge_regime(*measured[name][position], regime, gate.confidence)
+                for position, regime in enumerate(gate.regimes)
             ]
             Timings(
                 variant=name,

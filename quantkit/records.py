@@ -220,13 +220,11 @@ class Scores(Record):
     """Digest of the weights that were asked, where the caller gave one."""
     backend: str
     fingerprint: str
-    settings: dict[str, Any]
-    """What the fingerprint is the digest of."""
+    settings: dict[str, Any]  # what the fingerprint is the digest of
     tasks: dict[str, TaskScore]
     items: str
     limit: int | None = None
-    guard: str | None = None
-    """Code suites: which isolation was in force."""
+    guard: str | None = None  # code suites: which isolation was in force
     seconds: float
 
 
@@ -281,10 +279,8 @@ class Timings(Record):
     target: str
     regimes: tuple[RegimeTimings, ...]
     versions: dict[str, str]
-    flags: tuple[str, ...]
-    """What both servers were started with."""
-    kernel: str
-    """The kernel that the variant's server log names."""
+    flags: tuple[str, ...]  # of both servers
+    kernel: str  # as the log of the variant's server names it
 
 
 # Scores + Timings ─gates→ Judgement ─select→ Verdict
@@ -334,10 +330,8 @@ class Verdict(Record):
 
 class Stage(Record):
     state: Literal["pending", "running", "done", "failed"] = "pending"
-    seconds: float = 0.0
-    """Over all attempts."""
-    key: str = ""
-    """Digest of the settings that the stage ran under."""
+    seconds: float = 0.0  # over all attempts
+    key: str = ""  # digest of the settings that it ran under
 
 
 class Run(Record):
