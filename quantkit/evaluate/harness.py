@@ -95,9 +95,12 @@ def run(
             "do_sample": False,
         }
     with _quiet():
+        # The tasks that lm-eval brings are 13,000 files, read in 10 s: only where one is named.
+        manager = TaskManager(include_defaults=isinstance(spec, str))
         results = lm_eval.simple_evaluate(
             model=CheckedLM(model, tokenizer, suite.batch),
-            tasks=[_load(suite, spec)],
+            tasks=[_load(suite, spec, manager)],
+            task_manager=manager,
             num_fewshot=suite.shots,
             apply_chat_template=suite.template,
             gen_kwargs=generation,
@@ -123,11 +126,9 @@ def run(
     return TaskScore(metric=suite.metric, value=value, stderr=stderr, n=n, chance=suite.chance), items
 
 
-def _load(suite: ChoiceSuite | CodeSuite, spec: Any) -> Any:
+def _load(suite: ChoiceSuite | CodeSuite, spec: Any, manager: TaskManager) -> Any:
     """lm-eval's task or group object, its items read. Raises ToolError: the hub did not give them."""
     try:
-        # The tasks that lm-eval brings are thousands of files: they are looked through only where one is named.
-        manager = TaskManager(include_defaults=isinstance(spec, str))
         loaded = manager.load([spec])
     except (OSError, ValueError) as error:
         if not suite.hub:
