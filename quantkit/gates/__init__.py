@@ -1,0 +1,1 @@
+"""Scores and timings in, verdicts out: pure statistics, no files, no torch."""
