@@ -77,7 +77,7 @@ def ratio_bounds(loss_W: Floats, tokens_W: Floats, confidence: float) -> tuple[f
 
 
 def _unskewed(quantile: float, skew: float) -> float:
-    """The t at which Hall's t + s (t**2 / 3 + 1 / 6) + s**2 t**3 / 27 is `quantile`; `skew` is s = skewness / sqrt(n)."""
+    """The t where Hall's t + s (t**2 / 3 + 1 / 6) + s**2 t**3 / 27 is `quantile`; `skew` is s, skewness / sqrt(n)."""
     if abs(skew) < 1e-9:
         return quantile
     return 3 / skew * (float(np.cbrt(1 + skew * (quantile - skew / 6))) - 1)

@@ -21,8 +21,12 @@ def judge_regime(pairs: Sequence[Pair], faults: Sequence[str], regime: Regime, c
     Args: faults: what makes load runs void; any is a fail, and those that the pairs themselves show are added.
           confidence: of each one-sided bound.
     """
-    logs = [math.log(p.variant.output_throughput / p.baseline.output_throughput) for p in pairs if _usable(p)]
-    found = tuple(dict.fromkeys([*faults, *(fault for pair in pairs for fault in _faults(pair, regime))]))
+    logs = [
+        math.log(p.variant.output_throughput / p.baseline.output_throughput)
+        for p in pairs
+        if _moves(p.baseline) and _moves(p.variant)
+    ]
+    found = tuple(dict.fromkeys([*faults, *(fault for pair in pairs for fault in _faults(pair, regime, faults))]))
     mean = statistics.fmean(logs) if logs else None
     low = high = mean
     if mean is not None and len(logs) > 1:
@@ -87,28 +91,22 @@ def _verdict(
     return "inconclusive", f"throughput ratio {ratio:.3f}, bounds {low:.3f} to {high:.3f}, {asked}; more pairs decide"
 
 
-def _usable(pair: Pair) -> bool:
-    speeds = (pair.baseline.output_throughput, pair.variant.output_throughput)
-    return all(math.isfinite(speed) and speed > 0 for speed in speeds)
-
-
-def _faults(pair: Pair, regime: Regime) -> list[str]:
+def _faults(pair: Pair, regime: Regime, reported: Sequence[str]) -> list[str]:
+    """What the pair itself shows, where the load did not report it already."""
     found = []
     for name, run in (("source", pair.baseline), ("variant", pair.variant)):
         if run.failed or run.completed != regime.count:
-            found.append(
-                f"{_label(pair, name)}: {run.completed} of {regime.count} requests completed, {run.failed} failed"
-            )
+            found.append((name, f"{run.completed} of {regime.count} requests completed, {run.failed} failed"))
         if not _moves(run):
-            found.append(f"{_label(pair, name)}: no output tokens a second")
-    if pair.baseline.output_tokens != pair.variant.output_tokens:
-        made = f"{pair.baseline.output_tokens} and {pair.variant.output_tokens}"
-        found.append(f"seed {pair.seed}: source and variant made unequal tokens ({made})")
-    return found
-
-
-def _label(pair: Pair, name: str) -> str:
-    return f"seed {pair.seed}, {name}"
+            found.append((name, "no output tokens a second"))
+    made = pair.baseline.output_tokens, pair.variant.output_tokens
+    if made[0] != made[1]:
+        found.append(("source and variant", f"unequal output tokens, {made[0]} and {made[1]}"))
+    return [
+        f"{who}, seed {pair.seed}: {what}"
+        for who, what in found
+        if not any(fault.endswith(f"seed {pair.seed}: {what}") for fault in reported)
+    ]
 
 
 def _moves(run: LoadRun) -> bool:
