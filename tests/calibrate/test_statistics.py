@@ -1,0 +1,91 @@
+"""Laws of what is kept of an input, and of running a block."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from quantkit.calibrate.blocks import build_block, run_block
+from quantkit.calibrate.statistics import Gathering
+from quantkit.errors import SolveError
+from quantkit.families import FAMILIES
+
+
+def inputs(samples: int = 6, length: int = 10, columns: int = 300) -> torch.Tensor:
+    return torch.randn(samples, length, columns, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+
+def gather(*batches: torch.Tensor) -> Gathering:
+    gathering = Gathering(batches[0].shape[-1])
+    for batch in batches:
+        gathering.add(batch)
+    return gathering
+
+
+def test_statistics_are_means_by_their_definition() -> None:
+    seen = inputs()
+    found = gather(seen).finish("x")
+    flat = seen.flatten(0, 1).double()
+    torch.testing.assert_close(found.gram_II.double(), flat.T @ flat / 60, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.mean_abs_I.double(), flat.abs().mean(0), rtol=1e-5, atol=1e-6)
+    assert torch.equal(found.max_abs_I.double(), flat.abs().amax(0)) and found.tokens == 60
+    assert torch.equal(found.gram_II, found.gram_II.T)
+
+
+def test_how_samples_are_batched_does_not_matter() -> None:
+    seen = inputs()
+    whole, parts = gather(seen).finish("x"), gather(*seen.split([1, 3, 2])).finish("x")
+    torch.testing.assert_close(whole.gram_II, parts.gram_II, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(whole.mean_abs_I, parts.mean_abs_I, rtol=1e-6, atol=0)
+    assert whole.tokens == parts.tokens
+
+
+def test_changing_the_first_sample_changes_the_statistics() -> None:
+    seen = inputs()
+    changed = seen.clone()
+    changed[0] *= 2
+    before, after = gather(*seen).finish("x"), gather(*changed).finish("x")
+    assert not torch.equal(before.gram_II, after.gram_II) and not torch.equal(before.mean_abs_I, after.mean_abs_I)
+
+
+def test_inputs_that_are_not_finite_or_never_came_are_refused_by_name() -> None:
+    broken = inputs()
+    broken[2, 3, 4] = torch.inf
+    with pytest.raises(SolveError, match=r"model\.layers\.7\.mlp"):
+        gather(broken).finish("model.layers.7.mlp")
+    with pytest.raises(SolveError, match=r"no token.*\n.*here"):
+        Gathering(4).finish("here")
+
+
+def test_the_precision_of_other_products_stays() -> None:
+    before = torch.get_float32_matmul_precision()
+    gather(inputs())
+    assert torch.get_float32_matmul_precision() == before
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("batch", [1, 4])
+def test_blocks_one_by_one_are_the_whole_model(kind: str, batch: int) -> None:
+    torch.manual_seed(0)
+    extra = {"sliding_window": 4} if kind == "mistral" else {}
+    if kind == "qwen2":
+        extra = {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 1}
+    config = AutoConfig.for_model(
+        kind, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=40, **extra,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    tokens = torch.randint(0, 40, (4, 12))
+    with torch.no_grad():
+        expected = model.model(tokens).last_hidden_state
+        hidden = model.model.embed_tokens(tokens)
+    state = model.state_dict()
+    for block in range(3):
+        prefix = FAMILIES[kind].prefix(block)
+        tensors = {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
+        decoder = build_block(config.to_dict(), tensors, block, hidden)
+        statistics = run_block(decoder, hidden, FAMILIES[kind].inputs, batch=batch, where=prefix)
+        assert {known.tokens for known in statistics.values()} == {48}
+    with torch.no_grad():
+        torch.testing.assert_close(model.model.norm(hidden), expected, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,69 @@
+"""Laws of INT4 grids and FP8 scales."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quantkit.solve.fp8 import fp8, to_fp8
+from quantkit.solve.grids import decode, encode, minmax, searched
+
+BF16 = torch.bfloat16
+
+
+def random(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group_size", [32, 64, 128, -1])
+def test_no_weight_moves_more_than_half_a_step_but_at_the_clipped_end(group_size: int, symmetric: bool) -> None:
+    weight_OI = random(16, 128)
+    grid = minmax(weight_OI, group_size, symmetric=symmetric, dtype=BF16)
+    assert grid.scale_OG.shape == (16, 1 if group_size == -1 else 128 // group_size)
+    steps = ((weight_OI - decode(encode(weight_OI, grid), grid)) / grid.columns(128).scale_OG).abs()
+    assert steps.max() <= 1.05  # the ends lose up to half a step, and scales and zeros are rounded
+    assert (steps <= 0.51).float().mean() > 0.96
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scales_are_of_the_stored_dtype_before_codes_are_made(dtype: torch.dtype) -> None:
+    for grid in (
+        minmax(random(16, 64), 32, symmetric=True, dtype=dtype),
+        searched(random(16, 64), torch.eye(64), 32, symmetric=False, dtype=dtype),
+    ):
+        assert torch.equal(grid.scale_OG, grid.scale_OG.to(dtype).float())
+        assert ((grid.zero_OG >= 0) & (grid.zero_OG <= 15) & (grid.zero_OG == grid.zero_OG.round())).all()
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_searched_grids_lose_less_in_every_group(symmetric: bool) -> None:
+    weight_OI = random(32, 64) ** 3
+    inputs = random(200, 64, 1) @ random(64, 64, 2)
+    gram_II = inputs.T @ inputs / 200
+
+    def losses(grid: object) -> torch.Tensor:
+        miss = weight_OI - decode(encode(weight_OI, grid), grid)
+        return torch.stack([((miss[:, s] @ gram_II[s, s]) * miss[:, s]).sum(1) for s in (slice(32), slice(32, 64))])
+
+    plain = losses(minmax(weight_OI, 32, symmetric=symmetric, dtype=BF16))
+    found = losses(searched(weight_OI, gram_II, 32, symmetric=symmetric, dtype=BF16))
+    assert (found <= plain * 1.0001).all()
+    assert found.sum() < 0.95 * plain.sum()
+
+
+def test_fp8_scale_is_the_largest_over_448_and_zero_rows_get_one() -> None:
+    weight_OI = random(8, 64) * 1e-3
+    weight_OI[2] = 0
+    values, scale = fp8(weight_OI, dtype=BF16)
+    assert scale.dtype == BF16 and scale.shape == (8, 1) and scale[2] == 1
+    expected = weight_OI.abs().amax(1) / 448
+    alive = torch.arange(8) != 2
+    torch.testing.assert_close(scale[alive, 0].float(), expected[alive], rtol=2**-8, atol=0)
+    dense = values.float() * scale.float()
+    assert torch.isfinite(dense).all() and not dense[2].any()
+    assert ((dense - weight_OI).abs() <= weight_OI.abs() / 16 + scale.float() * 2**-9).all()
+
+
+def test_fp8_clamps_and_does_not_wrap() -> None:
+    assert to_fp8(torch.tensor([1e4, -1e4])).float().tolist() == [448.0, -448.0]
