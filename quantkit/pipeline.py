@@ -20,7 +20,6 @@ from quantkit import families, texts
 from quantkit.checkpoint import source
 from quantkit.errors import PlanError, QuantkitError, RecipeError
 from quantkit.evaluate import suites
-from quantkit.gates import accuracy, select, throughput
 from quantkit.journal import STAGES, Journal, exclusive
 from quantkit.plan.kernels import targets
 from quantkit.plan.preflight import make_plan
@@ -98,6 +97,7 @@ def quantize(path: Path, runs: Path, until: str = "publish") -> Verdict | None:
                 with journal.stage("gate"):
                     verdict = judge(folder)
                 if "publish" in stages and recipe.publish and verdict.chosen and journal.due("publish"):
+                    write_report(folder)  # it is part of the evidence
                     with journal.stage("publish"):
                         publish(folder)
                 return verdict
@@ -160,6 +160,7 @@ def make_timings(recipe: Recipe, index: Index, plan: Plan, folder: Path) -> None
 
     Left out: what the target cannot serve, and what already failed its accuracy gate.
     """
+    from quantkit.gates import select, throughput
     from quantkit.serve.endpoint import Endpoint
     from quantkit.serve.load import measure, versions
 
@@ -197,6 +198,8 @@ def make_timings(recipe: Recipe, index: Index, plan: Plan, folder: Path) -> None
 
 def judge(folder: Path) -> Verdict:
     """Judge a run from its stored records alone; writes and returns verdict.json."""
+    from quantkit.gates import select, throughput
+
     recipe, plan = stored_recipe(folder), Plan.read(folder / "plan.json")
     timings = {}
     for variant in plan.variants:
@@ -215,6 +218,8 @@ def judge(folder: Path) -> Verdict:
 
 def judge_accuracy(recipe: Recipe, plan: Plan, folder: Path) -> dict[str, list[Judgement]]:
     """Every accuracy gate of the recipe, variant by variant, from the stored scores."""
+    from quantkit.gates import accuracy
+
     gate = recipe.gates.accuracy if recipe.gates else None
     judgements: dict[str, list[Judgement]] = {variant.name: [] for variant in plan.variants}
     if gate is None:
