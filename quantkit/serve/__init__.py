@@ -1,0 +1,1 @@
+"""vLLM endpoints and the load that measures them."""
