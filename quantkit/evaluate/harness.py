@@ -150,8 +150,8 @@ def _item(suite: ChoiceSuite | CodeSuite, sample: Any) -> dict[str, Any]:
 
 
 def program(doc: dict[str, Any], answer: str) -> str:
-    """The problem, an answer, and the problem's own tests, as one program."""
-    return f"{doc['prompt']}{answer}\n\n{doc['test']}\n\ncheck({doc['entry_point']})\n"
+    """The problem as it was asked, an answer, and the problem's own tests, as one program."""
+    return f"{doc['prompt'].rstrip()}{answer}\n\n{doc['test']}\n\ncheck({doc['entry_point']})\n"
 
 
 def _tests(suite: CodeSuite, guard: sandbox.Guard) -> Callable[[Any, Any], list[bool]]:

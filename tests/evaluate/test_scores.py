@@ -205,8 +205,8 @@ needs_guard = pytest.mark.skipif(
 @needs_guard
 def test_every_published_solution_passes_and_none_passes_when_it_returns_nothing():
     problems = items.problems()
-    right = [harness.program(doc, doc["canonical_solution"]) for doc in problems]
-    wrong = [harness.program(doc, "    return None\n") for doc in problems[:20]]
+    right = [harness.program(doc, "\n" + doc["canonical_solution"]) for doc in problems]
+    wrong = [harness.program(doc, "\n    return None\n") for doc in problems[:20]]
     results = sandbox.run_all(right + wrong, sandbox.find_guard(), CODE.sandbox.to_sandbox(), "canonical")
     assert [result.ending for result in results[:164]] == ["finished"] * 164
     assert "finished" not in [result.ending for result in results[164:]]
@@ -216,10 +216,10 @@ def test_every_published_solution_passes_and_none_passes_when_it_returns_nothing
 def test_code_is_scored_through_lm_eval(make_model, make_tokenizer, tmp_path, monkeypatch):
     """Three of five answers are right; the stop strings and the length are those of the suite."""
     docs = items.problems()[:5]
-    answers = [doc["canonical_solution"] if n < 3 else "    return 0\n" for n, doc in enumerate(docs)]
+    answers = ["\n" + doc["canonical_solution"] if n < 3 else "\n    return 0\n" for n, doc in enumerate(docs)]
 
     def answer(self, requests, **_):
-        assert [request.args[0] for request in requests] == [doc["prompt"] for doc in docs]
+        assert [request.args[0] for request in requests] == [doc["prompt"].rstrip() for doc in docs]
         assert all(request.args[1]["until"] == list(CODE.generation.until) for request in requests)
         assert all(request.args[1]["max_gen_toks"] == CODE.generation.max_gen_toks for request in requests)
         return answers
@@ -239,7 +239,7 @@ def test_code_is_generated_greedily_whatever_the_batch(make_model, make_tokenize
     model, tokenizer = make_model(), make_tokenizer()
     rows = read_items(tmp_path, evaluate(suite, model, tokenizer, variant="source", out=tmp_path, limit=3))
     for row, doc in zip(rows, items.problems()[:3], strict=True):
-        ids = tokenizer(doc["prompt"])["input_ids"]
+        ids = tokenizer(doc["prompt"].rstrip())["input_ids"]
         written = []
         while len(written) < 12:
             written.append(int(model(torch.tensor([ids + written])).logits[0, -1].argmax()))
