@@ -128,14 +128,14 @@ def _judge_ratio(
         raise GateError(Fault("a loss that is no finite number", where, "evaluate source and variant again"))
     n = len(pairs)
     if n < 2:
-        value = math.exp(loss_W[0] / tokens_W[0])
+        value = _factor(loss_W[0] / tokens_W[0])
         low = high = value
         outcome: Outcome = "inconclusive"
         needed: int | None = 2
         why = f"perplexity ratio {value:.3f} of one window: no interval, at least two are needed"
     else:
         mean, below, above, spread = ratio_bounds(loss_W, tokens_W, confidence)
-        value, low, high = math.exp(mean), math.exp(below), math.exp(above)
+        value, low, high = _factor(mean), _factor(below), _factor(above)
         outcome = _outcome(low, high, limit)
         gap = abs(math.log(limit) - mean)
         decides: Callable[[int], bool] = lambda m: float(stats.t.ppf(confidence, m - 1)) * spread < gap * m**0.5  # noqa: E731 - one line of arithmetic
@@ -155,6 +155,11 @@ def _judge_ratio(
         needed=needed,
         why=why + _missing(outcome, needed, "windows"),
     )
+
+
+def _factor(nats: float) -> float:
+    """exp, within what a float holds: a variant that lost its mind fails its gate, it does not stop the run."""
+    return math.exp(min(nats, 700.0))
 
 
 def _judge_drop(

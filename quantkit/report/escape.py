@@ -14,4 +14,5 @@ def clean(text: object) -> str:
 def markdown(text: object) -> str:
     """One line of plain text in Markdown: neither markup, nor a cell's end, nor HTML."""
     line = " ".join(clean(text).split())
-    return re.sub(r"([\\`*_\[\]|#~])", r"\\\1", html.escape(line, quote=False))
+    # Of brackets only those that could end a link's text, of underscores those not inside a word: names stay readable.
+    return re.sub(r"([\\`*|#~]|\](?=[(\[:])|(?<!\w)_|_(?!\w))", r"\\\1", html.escape(line, quote=False))

@@ -257,6 +257,12 @@ def test_a_variant_that_is_its_source_passes() -> None:
     assert (found.low, found.value, found.high, found.outcome) == (1, 1, 1, "pass")
 
 
+def test_a_variant_beyond_all_measure_fails_and_is_written() -> None:
+    found = judged_ratio([[1.0], [1.0], [1.0]], [[5000.0], [9000.0], [7000.0]])
+    assert found.outcome == "fail"
+    json.loads(found.model_dump_json(), parse_constant=lambda name: pytest.fail(name))
+
+
 def test_one_window_has_no_interval() -> None:
     found = judged_ratio([[1.0, 2.0]], [[1.0, 2.0]])
     assert (found.outcome, found.needed) == ("inconclusive", 2)

@@ -27,7 +27,9 @@ def recipe(names: tuple[str, ...]) -> dict[str, Any]:
                 "required": {"perplexity": {"max_ratio": 1.15}},
                 "reported": {"mmlu-dev": {"max_drop": 0.02}, "humaneval": {"max_drop": 0.05}},
             },
-            "throughput": {"regimes": [{"concurrency": 1, "min_ratio": 1.1}, {"concurrency": 8, "min_ratio": 0.9}]},
+            "throughput": {
+                "regimes": [{"concurrency": 1, "min_ratio": 1.1}, {"concurrency": 8, "min_ratio": 0.9, "requests": 8}]
+            },
         },
     }
 

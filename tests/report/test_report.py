@@ -75,7 +75,7 @@ def test_the_table_has_a_row_a_variant_and_a_column_a_measurement(make_run: Make
     source, awq, gptq, fp8 = (dict(zip(header, row, strict=True)) for row in body)
     assert (source["MB"], source["KL"], source["tok/s @1"]) == ("269.1", "0.0000 ± 0.0000", "21.0")
     assert (awq["MB"], awq["perplexity"], awq["KL"]) == ("91.0", "13.37 ± 0.40", "0.0800 ± 0.0040")
-    assert awq["tok/s @1"] == "31.5, 1.50 \\[1.40, 1.60\\]" and awq["humaneval (first 20)"] == "0.100 ± 0.069"
+    assert awq["tok/s @1"] == "31.5, 1.50 [1.40, 1.60]" and awq["humaneval (first 20)"] == "0.100 ± 0.069"
     assert (awq["accuracy"], awq["throughput"], awq["chosen"]) == ("pass", "pass", "yes")
     assert (gptq["accuracy"], gptq["chosen"], fp8["throughput"], fp8["tok/s @1"]) == ("fail", "", "not servable", "")
 
@@ -225,6 +225,19 @@ def test_a_required_gate_that_decides_nothing_is_a_failure(make_run: MakeRun) ->
 
 
 # Hostile strings
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("GGUF Q4_1, 1.5 [1.4, 1.6]", "GGUF Q4_1, 1.5 [1.4, 1.6]"),
+        ("[a](http://b) [a][b] [a]: c", "[a\\](http://b) [a\\][b] [a\\]: c"),
+        ("_a_ *b* `c` a|b # d <i>", "\\_a\\_ \\*b\\* \\`c\\` a\\|b \\# d &lt;i&gt;"),
+        ("a\n\n- b", "a - b"),
+    ],
+)
+def test_markdown_escapes_what_would_be_markup_and_no_more(text: str, shown: str) -> None:
+    assert markdown(text) == shown
 
 
 def test_hostile_strings_are_shown_and_never_obeyed(make_run: MakeRun) -> None:
