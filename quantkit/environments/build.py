@@ -157,7 +157,9 @@ def _build(name: str, place: Path, lock_file: int) -> None:
     steps["self check"] = [python, "-c", CHECK, json.dumps(wanted), json.dumps(facts.imports)]
     title = f"environment {name} (about {facts.minutes} min, {facts.gigabytes:.1f} GB)"
     log.unlink(missing_ok=True)
-    with tqdm(total=len(wanted) + len(steps), desc=title, file=sys.stderr, unit="package") as bar:
+    # No time left from the pace: the steps are too unlike; the title says about how long it takes.
+    shape = "{desc}: {n_fmt}/{total_fmt}, {elapsed}{postfix}"
+    with tqdm(total=len(wanted) + len(steps), desc=title, file=sys.stderr, bar_format=shape) as bar:
         for step, command in steps.items():
             bar.set_postfix_str(step)
             code = _run(command, log, lock_file, bar if step == "packages" else None)
