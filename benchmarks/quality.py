@@ -59,18 +59,20 @@ def windows(tokenizer: Any, path: Path, count: int, length: int) -> Tensor:
     return torch.tensor(ids[: count * length]).view(count, length)
 
 
-def score(source: Any, variant: Any, tokens_SL: Tensor, name: str) -> dict[str, float]:
-    """Means over tokens; the last token of a window has no next one to predict."""
-    loss = kl = agreement = 0.0
+def score(models: dict[str, Any], tokens_SL: Tensor) -> dict[str, dict[str, float]]:
+    """By model: means over tokens against the model called "source", which sees each window once."""
+    totals = {name: dict.fromkeys(("loss", "kl", "top1_agreement"), 0.0) for name in models}
     with torch.inference_mode():
-        for window in tqdm(tokens_SL, f"score {name}", unit="window"):
-            expected = source(window[None]).logits[0].float().log_softmax(-1)
-            found = variant(window[None]).logits[0].float().log_softmax(-1)
-            kl += functional.kl_div(found, expected, log_target=True, reduction="sum").item() / len(window)
-            loss += functional.nll_loss(found[:-1], window[1:]).item()
-            agreement += (found.argmax(-1) == expected.argmax(-1)).float().mean().item()
-    count = len(tokens_SL)
-    return {"perplexity": math.exp(loss / count), "kl": kl / count, "top1_agreement": agreement / count}
+        for window in tqdm(tokens_SL, "score", unit="window"):
+            logs = {name: model(window[None]).logits[0].float().log_softmax(-1) for name, model in models.items()}
+            expected = logs["source"]
+            for name, found in logs.items():
+                total = totals[name]
+                total["kl"] += functional.kl_div(found, expected, log_target=True, reduction="sum").item() / len(window)
+                total["loss"] += functional.nll_loss(found[:-1], window[1:]).item()
+                total["top1_agreement"] += (found.argmax(-1) == expected.argmax(-1)).float().mean().item()
+    means = {name: {key: value / len(tokens_SL) for key, value in total.items()} for name, total in totals.items()}
+    return {name: {"perplexity": math.exp(mean.pop("loss")), **mean} for name, mean in means.items()}
 
 
 @click.command()
@@ -115,13 +117,11 @@ def main(
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
         peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         test_SL = windows(tokenizer, test, test_windows, length)
-        source = load_model(index.root)
-        rows = [{"method": "source", "format": "", **score(source, source, test_SL, "source")}]
-        for variant in variants:
-            loaded = load_model(artifacts / variant.name)
-            rows.append(
-                {"method": variant.method, "format": variant.format, **score(source, loaded, test_SL, variant.name)}
-            )
+        models = {"source": load_model(index.root)}
+        models |= {variant.name: load_model(artifacts / variant.name) for variant in variants}
+        scores = score(models, test_SL)
+    formats = {variant.name: variant.format for variant in variants}
+    rows = [{"method": name, "format": formats.get(name, ""), **found} for name, found in scores.items()]
     print(f"{'method':8}{'perplexity':>12}{'KL':>9}{'top-1':>8}")
     for row in rows:
         print(f"{row['method']:8}{row['perplexity']:12.2f}{row['kl']:9.4f}{row['top1_agreement']:8.4f}")

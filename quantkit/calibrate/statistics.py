@@ -11,7 +11,7 @@ from torch import Tensor
 from quantkit.errors import Fault, SolveError
 from quantkit.records import Statistics
 
-_STRIPE = 256
+_STRIPE = 192
 
 
 class Gathering:

@@ -47,6 +47,9 @@ def channel_scale(
     """
     sampled = [weight[:: max(1, len(weight) // _ROWS)] for weight in weights]
     energies = [energy_O(weight, gram_II).sum().clamp(min=1e-30) for weight in sampled]
+    # Candidates are compared in bfloat16: plain rounding's errors do not cancel under the Gram, so a mean over rows
+    # of such products is good to three digits, and it costs half.
+    rough_II = gram_II.bfloat16()
     activity_C, size_C = _by_channel(mean_abs_I, channel_I), _by_channel(_relative_size(weights), channel_I)
 
     def losses(scale_C: Tensor) -> Tensor:
@@ -54,7 +57,8 @@ def channel_scale(
         found = []
         for weight, energy in zip(sampled, energies, strict=True):
             codes, grid = rtn(weight * scale_I, group_size, symmetric=symmetric, dtype=dtype)
-            found.append(energy_O(weight - decode(codes, grid) / scale_I, gram_II).sum() / energy)
+            miss_OI = weight - decode(codes, grid) / scale_I
+            found.append((miss_OI * (miss_OI.bfloat16() @ rough_II)).sum() / energy)
         return torch.stack(found)
 
     identity = losses(torch.ones_like(activity_C))
