@@ -236,10 +236,13 @@ def judge_accuracy(recipe: Recipe, plan: Plan, folder: Path) -> dict[str, list[J
 
 
 def publish(folder: Path) -> dict[str, str]:
-    """Register the chosen variant with its evidence, alias last. Raises PublishError where none was chosen."""
+    """Register the chosen variant with its evidence, alias last. Raises PublishError where none was chosen.
+
+    The records are judged anew first, so that no verdict is believed that they do not bear out.
+    """
     from quantkit.publish.registry import publish as register
 
-    return register(folder, stored_recipe(folder), Verdict.read(folder / "verdict.json"))
+    return register(folder, stored_recipe(folder), judge(folder))
 
 
 def write_report(folder: Path) -> None:

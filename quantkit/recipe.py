@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from quantkit.errors import Fault, RecipeError
 
@@ -161,6 +163,14 @@ class Publish(Part):
     name: Name
     alias: Name = "champion"
 
+    @field_validator("uri")
+    @classmethod
+    def _holds_no_secret(cls, uri: str) -> str:
+        if re.search(r"://[^/@]*:[^/@]+@", uri):
+            what = "a password in a recipe ends up in records: use MLFLOW_TRACKING_PASSWORD or the like"
+            raise PydanticCustomError("secret", what)
+        return uri
+
 
 class Recipe(Part):
     name: Name
@@ -290,6 +300,6 @@ def _fault(path: Path, detail: Any) -> Fault:
         what, do = f"'{detail['loc'][-1]}' is missing", "add it"
     else:
         message = detail["msg"].removeprefix("Value error, ")
-        shown = f" (given: {given!r})" if isinstance(given, str | int | float | bool) else ""
+        shown = f" (given: {given!r})" if isinstance(given, str | int | float) and kind != "secret" else ""
         what, do = message + shown, "correct the value"
     return Fault(what, f"{path}: {where}" if where else str(path), do)

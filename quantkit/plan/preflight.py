@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -45,6 +46,8 @@ def make_plan(recipe: Recipe, path: Path, index: Index, family: Family, runs: Pa
         kv_bytes_per_token=kv_bytes_per_token(index.config),
         target=recipe.serve.target,
     )
+    if recipe.publish and importlib.util.find_spec("mlflow") is None:
+        faults.append(Fault("MLflow is not installed", f"{path}: publish", "pip install 'quantkit[mlflow]'"))
     return plan, faults + _lengths(recipe, path, index) + _machine(plan, path, runs)
 
 
