@@ -16,7 +16,7 @@ from pydantic_core import PydanticCustomError
 from quantkit.errors import Fault, RecipeError
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
-Method = Literal["awq", "gptq", "fp8", "rtn"]
+Method = Literal["awq", "gptq", "fp8", "int8", "rtn"]
 Format = Literal["awq", "gptq", "compressed-tensors"]
 
 FORMATS_OF_METHOD: dict[str, tuple[str, ...]] = {
@@ -24,6 +24,7 @@ FORMATS_OF_METHOD: dict[str, tuple[str, ...]] = {
     "gptq": ("gptq", "compressed-tensors"),
     "rtn": ("awq", "gptq", "compressed-tensors"),
     "fp8": ("compressed-tensors",),
+    "int8": ("compressed-tensors",),
 }
 
 
@@ -51,7 +52,7 @@ class Calibration(Part):
 class Variant(Part):
     method: Method
     bits: Literal[4, 8] = 4
-    """FP8 is always 8 bits; `bits` says nothing there."""
+    """FP8 and INT8 have eight; `bits` says nothing there."""
     group_size: Annotated[int, Field(ge=-1)] = 128
     """Input columns that share one scale; -1: a whole row."""
     format: Format | None = None
@@ -65,6 +66,11 @@ class Variant(Part):
     ignore: tuple[str, ...] = ()
     """Names or globs of modules kept in full precision; each must match at least one."""
 
+    @property
+    def per_row(self) -> bool:
+        """One scale a row of the weight and one a token of the activations, no groups."""
+        return self.method in ("fp8", "int8")
+
     @model_validator(mode="after")
     def settle(self) -> Self:
         """Fill the format that the method implies and refuse pairs that no loader reads."""
@@ -75,14 +81,14 @@ class Variant(Part):
             raise ValueError(
                 f"format {self.format!r} cannot hold method {self.method!r}; use one of {', '.join(allowed)}"
             )
-        if self.method == "fp8":
+        if self.per_row:
             object.__setattr__(self, "bits", 8)
             object.__setattr__(self, "scheme", self.scheme or "dynamic")
             return self
         if self.scheme is not None:
-            raise ValueError("scheme belongs to method fp8")
+            raise ValueError("scheme belongs to methods fp8 and int8")
         if self.bits != 4:
-            raise ValueError("this version makes INT4; use bits: 4, or method fp8")
+            raise ValueError("this version makes INT4 by groups; use bits: 4, or method int8 or fp8")
         fixed = {"awq": False, "gptq": True}.get(self.format or "")
         if fixed is not None and self.symmetric not in (None, fixed):
             word = "symmetric" if fixed else "asymmetric"

@@ -105,7 +105,7 @@ class VariantPlan(Record):
     format: str
     bits: int
     group_size: int
-    """-1: a whole row. 0: the format has no groups (FP8 per channel)."""
+    """-1: a whole row. 0: no groups; eight bits with one scale a row (FP8, INT8)."""
     symmetric: bool
     rounding: str
     damping: float
@@ -146,16 +146,16 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Solution:
-    """One linear, quantized. Integer codes with scales, or FP8 values with scales."""
+    """One linear, quantized. Codes with their scales."""
 
     codes_OI: Tensor
-    """INT4: uint8, 0..15. FP8: float8_e4m3fn."""
+    """INT4: uint8, 0..15. INT8: int8. FP8: float8_e4m3fn."""
     scale_OG: Tensor
-    """In the dtype that is stored. FP8 per channel: [O, 1]."""
+    """In the dtype that is stored. Eight bits: [O, 1]."""
     zero_OG: Tensor | None
-    """uint8 zero points; None: symmetric (the zero point is 8), or FP8."""
+    """uint8 zero points; None: symmetric (the zero point of INT4 is 8)."""
     used: str
-    """The method in truth: 'awq', 'gptq', 'rtn' or 'fp8'."""
+    """The method in truth: 'awq', 'gptq', 'rtn', 'fp8' or 'int8'."""
     damping: float
     error: float
     """tr((W - Q) H (W - Q)T) / tr(W H WT) of what is stored."""

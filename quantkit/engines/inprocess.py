@@ -1,7 +1,7 @@
 """Load a model folder into transformers, whatever it is stored as: what evaluation runs.
 
 INT4 weights are unpacked to (q - z) * s in float32 and cast to the model's dtype once: q - z is exact there, so this
-is the weight that vLLM's kernels multiply with. FP8 dynamic quantizes activations per token as its kernels do.
+is the weight that vLLM's kernels multiply with. FP8 and INT8 quantize activations per token, as their kernels do.
 """
 
 from __future__ import annotations
@@ -20,36 +20,34 @@ from quantkit.checkpoint.index import read_index
 from quantkit.checkpoint.read import Weights
 from quantkit.errors import ArtifactError, Fault
 from quantkit.pack import FORMATS, Codes
-from quantkit.solve.fp8 import LARGEST, to_fp8
+from quantkit.solve.eight_bit import per_row
 from quantkit.solve.grids import MIDDLE, Grid, decode
 
 _MARKS = ("qweight", "weight_packed", "weight_scale")
 
 
-class Fp8Linear(nn.Module):
-    """E4M3 weight with a scale a row, E4M3 activations with a scale a token (absmax / 448), chosen as they come."""
+class DynamicLinear(nn.Module):
+    """FP8 or INT8: a weight with a scale a row, activations in the same codes with a scale a token, as they come."""
 
-    def __init__(self, values_OI: Tensor, scale_O1: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(self, codes: Codes, bias_O: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
-        self.in_features, self.out_features = values_OI.shape[1], values_OI.shape[0]
-        # E4M3 values are exact in bfloat16 and float16; products are summed in float32 by the matrix product.
-        self.weight = nn.Parameter(values_OI.to(dtype), requires_grad=False)
-        self.scale_O = nn.Parameter(scale_O1.float().flatten(), requires_grad=False)
+        self.out_features, self.in_features = codes.codes_OI.shape
+        self.codes = codes.codes_OI.dtype
+        # Both codes are exact in bfloat16 and float16; products are summed in float32 by the matrix product.
+        self.weight = nn.Parameter(codes.codes_OI.to(dtype), requires_grad=False)
+        self.scale_O = nn.Parameter(codes.scale_OG.float().flatten(), requires_grad=False)
         self.bias = None if bias_O is None else nn.Parameter(bias_O, requires_grad=False)
 
     def forward(self, input_TI: Tensor) -> Tensor:
-        wide_TI = input_TI.float()
-        scale_T1 = wide_TI.abs().amax(-1, keepdim=True) / LARGEST
-        scale_T1 = torch.where(scale_T1 == 0, 1.0, scale_T1)
-        values_TI = to_fp8(wide_TI / scale_T1).to(self.weight.dtype)
-        output_TO = functional.linear(values_TI, self.weight).float() * scale_T1 * self.scale_O
+        codes_TI, scale_T1 = per_row(input_TI, self.codes, dtype=torch.float32)
+        output_TO = functional.linear(codes_TI.to(self.weight.dtype), self.weight).float() * scale_T1 * self.scale_O
         output_TO = output_TO.to(input_TI.dtype)
         return output_TO if self.bias is None else output_TO + self.bias
 
 
 def dense(codes: Codes) -> Tensor:
-    """float32 [O, I] of INT4 codes or FP8 values."""
-    if codes.codes_OI.dtype == torch.float8_e4m3fn:
+    """float32 [O, I]."""
+    if codes.codes_OI.dtype != torch.uint8:
         return codes.codes_OI.float() * codes.scale_OG.float()
     scale_OG = codes.scale_OG.float()
     zero_OG = torch.full_like(scale_OG, MIDDLE) if codes.zero_OG is None else codes.zero_OG.float()
@@ -81,7 +79,7 @@ def load_model(folder: Path) -> Any:
     settings = index.config.get("quantization_config")
     fields = {key: value for key, value in index.config.items() if key != "quantization_config"}
     state: dict[str, Tensor] = {}
-    fp8: dict[str, Codes] = {}
+    dynamic: dict[str, Codes] = {}
     with Weights(index) as weights:
         packed = _packed(index.tensors)
         format = settings["quant_method"] if settings else ""
@@ -94,15 +92,14 @@ def load_model(folder: Path) -> Any:
         dtype = _model_dtype(state)
         for module in packed:
             codes = unpack_module(weights, module, format)
-            if codes.codes_OI.dtype == torch.float8_e4m3fn:
-                fp8[module] = codes
+            if codes.codes_OI.dtype != torch.uint8:
+                dynamic[module] = codes
             state[f"{module}.weight"] = dense(codes).to(dtype)
     config = AutoConfig.for_model(fields["model_type"], **{k: v for k, v in fields.items() if k != "model_type"})
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     model: Any = kind.from_pretrained(None, config=config, state_dict=state, dtype=dtype)
-    for module, codes in fp8.items():
-        bias = state.get(f"{module}.bias")
-        model.set_submodule(module, Fp8Linear(codes.codes_OI, codes.scale_OG, bias, dtype))
+    for module, codes in dynamic.items():
+        model.set_submodule(module, DynamicLinear(codes, state.get(f"{module}.bias"), dtype))
     if (folder / "generation_config.json").is_file():
         text = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
         model.generation_config = GenerationConfig.from_dict(text)

@@ -16,12 +16,13 @@ from quantkit.families import Family, Fold
 from quantkit.pack import FORMATS, Codes
 from quantkit.records import LedgerLine, Solution, Statistics, VariantPlan
 from quantkit.solve.awq import channel_scale
-from quantkit.solve.fp8 import fp8
+from quantkit.solve.eight_bit import per_row
 from quantkit.solve.gptq import descend, gptq
 from quantkit.solve.grids import Grid, decode, encode, searched
 from quantkit.solve.linalg import energy_O
 from quantkit.solve.rtn import rtn
 
+_EIGHT_BIT = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 _SLACK = 1.01
 """A folded row has other scales after rounding them, so plain rounding itself moves by up to this factor."""
 
@@ -197,12 +198,12 @@ def _solve_group(
         parts = zip(torch.split(lost_O, rows), torch.split(norm_O, rows), strict=True)
         return torch.stack([lost.sum() / norm.sum().clamp(min=1e-30) for lost, norm in parts])
 
-    if variant.method == "fp8":
-        values_OI, scale_O1 = fp8(weight_OI, dtype=dtype)
+    if variant.method in _EIGHT_BIT:
+        values_OI, scale_O1 = per_row(weight_OI, _EIGHT_BIT[variant.method], dtype=dtype)
         lost = errors(values_OI.float() * scale_O1.float())
         parts = zip(group, torch.split(values_OI, rows), torch.split(scale_O1, rows), lost.tolist(), strict=True)
         return {
-            name: _checked(Solution(values, scale, None, "fp8", 0.0, error, error), prefix + name)
+            name: _checked(Solution(values, scale, None, variant.method, 0.0, error, error), prefix + name)
             for name, values, scale, error in parts
         }
     plain_OI, plain = rtn(weight_OI, variant.group_size, symmetric=variant.symmetric, dtype=dtype)

@@ -22,7 +22,7 @@ class Format:
     config: Callable[[VariantPlan, Mapping[str, str]], dict[str, Any]]
     """`quantization_config`; the mapping gives, for a linear that vLLM fuses, the name of the fused one."""
     suffixes: Callable[[VariantPlan], tuple[str, ...]]
-    """Last parts of the names that `pack` gives each linear of a variant; the plain `weight` is gone but for FP8."""
+    """Last parts of the names that `pack` gives each linear of a variant; only eight bits keep a plain `weight`."""
 
 
 FORMATS: dict[str, Format] = {

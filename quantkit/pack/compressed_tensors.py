@@ -1,4 +1,4 @@
-"""compressed-tensors: pack-quantized INT4 (symmetric or not) and float-quantized FP8, one scale a row.
+"""compressed-tensors: pack-quantized INT4 (symmetric or not); float-quantized FP8 and int-quantized INT8 by rows.
 
 INT4: weight_packed [O, I/8] of q + 8, weight_scale [O, G], weight_shape, weight_zero_point [O/8, G] of z + 8 packed
 along rows. Codes 0..15 of quantkit are q + 8 already.
@@ -25,7 +25,7 @@ from quantkit.records import VariantPlan
 
 
 def pack(codes: Codes) -> dict[str, Tensor]:
-    if codes.codes_OI.dtype == torch.float8_e4m3fn:
+    if codes.codes_OI.dtype != torch.uint8:
         return {"weight": codes.codes_OI.contiguous(), "weight_scale": codes.scale_OG.contiguous()}
     stored = {
         "weight_packed": pack_columns(codes.codes_OI),
@@ -49,18 +49,17 @@ def unpack(tensors: Mapping[str, Tensor]) -> Codes:
 
 
 def suffixes(variant: VariantPlan) -> tuple[str, ...]:
-    if variant.method == "fp8":
+    if variant.group_size == 0:
         return ("weight", "weight_scale")
     return ("weight_packed", "weight_scale", "weight_shape", *(() if variant.symmetric else ("weight_zero_point",)))
 
 
 def config(variant: VariantPlan, fused: Mapping[str, str]) -> dict[str, Any]:
     """Of the library's own classes. lm_head is always kept: where it is tied it is still a Linear to the loader."""
-    if variant.method == "fp8":
-        weights = QuantizationArgs(num_bits=8, type=QuantizationType.FLOAT, strategy=QuantizationStrategy.CHANNEL)
-        inputs = QuantizationArgs(
-            num_bits=8, type=QuantizationType.FLOAT, strategy=QuantizationStrategy.TOKEN, dynamic=True
-        )
+    if variant.group_size == 0:
+        kind = QuantizationType.FLOAT if variant.method == "fp8" else QuantizationType.INT
+        weights = QuantizationArgs(num_bits=8, type=kind, strategy=QuantizationStrategy.CHANNEL)
+        inputs = QuantizationArgs(num_bits=8, type=kind, strategy=QuantizationStrategy.TOKEN, dynamic=True)
         scheme = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=inputs)
     else:
         whole_row = variant.group_size == -1
@@ -75,7 +74,7 @@ def config(variant: VariantPlan, fused: Mapping[str, str]) -> dict[str, Any]:
         scheme = QuantizationScheme(targets=["Linear"], weights=weights)
     made = QuantizationConfig(
         config_groups={"group_0": scheme},
-        format="float-quantized" if variant.method == "fp8" else "pack-quantized",
+        format={"fp8": "float-quantized", "int8": "int-quantized"}.get(variant.method, "pack-quantized"),
         quantization_status=QuantizationStatus.COMPRESSED,
         ignore=["lm_head", *(name for name in variant.ignored if name != "lm_head")],
     )

@@ -12,14 +12,14 @@ _SHIFTS = torch.arange(0, 32, 4, dtype=torch.int32)
 
 @dataclass(frozen=True)
 class Codes:
-    """One linear: INT4 codes, or FP8 values, with their scales. Shapes as in records.Solution."""
+    """One linear: its codes with their scales. Shapes as in records.Solution."""
 
     codes_OI: Tensor
     """uint8 0..15, or float8_e4m3fn."""
     scale_OG: Tensor
     """In the stored dtype."""
     zero_OG: Tensor | None
-    """uint8; None: symmetric (zero is 8), or FP8."""
+    """uint8; None: symmetric (zero of INT4 is 8)."""
 
 
 def pack_columns(codes: Tensor, order: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)) -> Tensor:

@@ -39,6 +39,12 @@ def why_not_served(target: Target, method: str, group_size: int, modules: tuple[
         if target.sm == 0:
             return "FP8 per channel with dynamic activations has no CPU kernel: the server would hang in warm-up"
         return "" if target.sm >= 75 else f"FP8 needs compute capability 7.5, {target.name} has {target.sm / 10}"
+    if method == "int8":
+        # CPUInt8ScaledMM takes every shape; CUTLASS has INT8 from Turing on to Hopper, and none after it.
+        fits = target.sm == 0 or 75 <= target.sm < 100
+        return (
+            "" if fits else f"INT8 activations need compute capability 7.5 to 9.0, {target.name} has {target.sm / 10}"
+        )
     for module in modules:
         if target.sm == 0:
             if module.columns % 32 or module.rows % 32:

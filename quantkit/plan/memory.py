@@ -14,7 +14,7 @@ _FLOAT_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 
 
 def linear_bytes(module: Module, format: str, group_size: int, symmetric: bool) -> int:
-    """Stored bytes of one quantized linear, its bias not counted; group_size 0 is FP8 per channel."""
+    """Stored bytes of one quantized linear, its bias not counted; group_size 0 is one scale a row."""
     rows, columns = module.rows, module.columns
     if group_size == 0:
         return rows * columns + 2 * rows

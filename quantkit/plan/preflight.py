@@ -73,7 +73,7 @@ def _plan_variant(
     if not modules:
         faults.append(Fault("nothing is left to quantize", f"{where}.ignore", "ignore less"))
     faults += _split_fusions(family, linears, ignored, f"{where}.ignore")
-    group = 0 if variant.method == "fp8" else variant.group_size
+    group = 0 if variant.per_row else variant.group_size
     if group:
         faults += [fault for module in modules if (fault := _group_fault(module, group, variant, where))]
     format = variant.format or ""

@@ -64,6 +64,7 @@ def every_variant(index: Index) -> tuple[VariantPlan, ...]:
         variant(index, "ct", "gptq", "compressed-tensors", False, group_size=-1),
         variant(index, "rtn", "rtn", "awq", False),
         variant(index, "fp8", "fp8", "compressed-tensors", True, group_size=0, bits=8),
+        variant(index, "int8", "int8", "compressed-tensors", True, group_size=0, bits=8),
     )
 
 
@@ -133,7 +134,7 @@ def test_folding_without_rounding_changes_no_logit(
 def test_every_variant_loads_near_its_source_and_is_no_worse_than_plain(kind: str, tmp_path: Path) -> None:
     index = read_index(make_model(tmp_path / "model", kind))
     lines = run(index, every_variant(index), tmp_path / "out")
-    assert len(lines) == 6 * 7 * BLOCKS
+    assert len(lines) == len(every_variant(index)) * 7 * BLOCKS
     assert all(line["error"] <= 1.01 * line["rtn_error"] and line["tokens"] == 256 for line in lines)
     for name in ("awq", "gptq"):
         own = [line for line in lines if line["variant"] == name]
@@ -146,7 +147,7 @@ def test_every_variant_loads_near_its_source_and_is_no_worse_than_plain(kind: st
         assert verify_manifest(folder).variant == plan.name
         found = logits(folder)
         divergence[plan.name] = float((source.exp() * (source - found)).sum(-1).mean())
-    assert divergence["awq"] < divergence["rtn"] and divergence["fp8"] < divergence["awq"]
+    assert divergence["int8"] < divergence["fp8"] < divergence["awq"] < divergence["rtn"]
     assert not (tmp_path / "out" / "artifacts" / ".work").exists()
 
 
@@ -297,21 +298,24 @@ def test_identical_tokens_and_zero_rows_are_solved_without_nan(tmp_path: Path) -
         kv_bytes_per_token=0, target="cpu",
     )  # fmt: skip
     quantize(index, plan, torch.full((10, 8), 5), tmp_path / "a", tmp_path / "ledger.jsonl", "digest")
-    for name in ("awq", "gptq", "fp8"):
+    for name in ("awq", "gptq", "fp8", "int8"):
         assert torch.isfinite(logits(tmp_path / "a" / name)).all()
 
 
-def test_fp8_dynamic_quantizes_activations_too(tmp_path: Path) -> None:
-    from quantkit.engines.inprocess import Fp8Linear
+@pytest.mark.parametrize(("name", "largest"), [("fp8", 448), ("int8", 127)])
+def test_eight_bits_quantize_activations_too(tmp_path: Path, name: str, largest: int) -> None:
+    from quantkit.engines.inprocess import DynamicLinear
 
     index = read_index(make_model(tmp_path / "model"))
     run(index, every_variant(index)[5:], tmp_path / "out")
-    model = load_model(tmp_path / "out" / "artifacts" / "fp8")
+    model = load_model(tmp_path / "out" / "artifacts" / name)
     linear = model.model.layers[0].mlp.up_proj
-    assert isinstance(linear, Fp8Linear)
+    assert isinstance(linear, DynamicLinear)
     token = torch.randn(1, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
-    scale = token.float().abs().max() / 448
-    rounded = (token.float() / scale).to(torch.float8_e4m3fn).double() * scale.double()
+    scale = token.float().abs().max() / largest
+    codes = token.float() / scale
+    codes = codes.to(torch.float8_e4m3fn) if name == "fp8" else codes.round()
+    rounded = codes.double() * scale.double()
     dense = linear.weight.double() * linear.scale_O.double()[:, None]
     torch.testing.assert_close(linear(token).double(), rounded @ dense.T, rtol=2**-7, atol=1e-3)
     assert not linear(torch.zeros(1, 64).bfloat16()).any()

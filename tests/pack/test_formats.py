@@ -98,25 +98,34 @@ def test_compressed_tensors_against_the_library(group_size: int, zeros: bool) ->
         assert torch.equal(stored["weight_zero_point"], pack_to_int32(signed_zero, 4, packed_dim=0))
 
 
-def test_fp8_is_stored_as_it_is() -> None:
-    made = Codes(torch.randn(ROWS, COLUMNS).to(torch.float8_e4m3fn), torch.rand(ROWS, 1).to(torch.bfloat16), None)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_eight_bits_are_stored_as_they_are(dtype: torch.dtype) -> None:
+    made = Codes((40 * torch.randn(ROWS, COLUMNS)).to(dtype), torch.rand(ROWS, 1).to(torch.bfloat16), None)
     stored: dict[str, Tensor] = FORMATS["compressed-tensors"].pack(made)
-    assert stored["weight"].dtype == torch.float8_e4m3fn and stored["weight_scale"].shape == (ROWS, 1)
+    assert stored["weight"].dtype == dtype and stored["weight_scale"].shape == (ROWS, 1)
     back = FORMATS["compressed-tensors"].unpack(stored)
     assert torch.equal(back.codes_OI.view(torch.uint8), made.codes_OI.view(torch.uint8))
 
 
-@pytest.mark.parametrize("method", ["fp8", "gptq"])
 @pytest.mark.parametrize("group_size", GROUPS)
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_the_library_reads_its_config(method: str, group_size: int, symmetric: bool) -> None:
-    made = FORMATS["compressed-tensors"].config(plan("compressed-tensors", method, group_size, symmetric, ("a.b",)), {})
+def test_the_library_reads_its_config(group_size: int, symmetric: bool) -> None:
+    made = FORMATS["compressed-tensors"].config(plan("compressed-tensors", "gptq", group_size, symmetric, ("a.b",)), {})
     read = QuantizationConfig.model_validate(made)
     weights = read.config_groups["group_0"].weights
     assert read.ignore == ["lm_head", "a.b"]
-    assert weights.num_bits == (8 if method == "fp8" else 4)
-    if method != "fp8":
-        assert weights.group_size == (None if group_size == -1 else group_size) and weights.symmetric == symmetric
+    assert weights.num_bits == 4 and weights.symmetric == symmetric
+    assert weights.group_size == (None if group_size == -1 else group_size)
+
+
+@pytest.mark.parametrize(("method", "kind"), [("fp8", "float"), ("int8", "int")])
+def test_the_library_reads_eight_bits_by_rows_with_dynamic_activations(method: str, kind: str) -> None:
+    made = FORMATS["compressed-tensors"].config(plan("compressed-tensors", method, 0, True), {})
+    read = QuantizationConfig.model_validate(made)
+    scheme = read.config_groups["group_0"]
+    assert read.format == f"{kind}-quantized" and scheme.input_activations.dynamic is True
+    assert (scheme.weights.num_bits, scheme.weights.type, scheme.weights.strategy) == (8, kind, "channel")
+    assert (scheme.input_activations.num_bits, scheme.input_activations.strategy) == (8, "token")
 
 
 def test_kept_modules_stand_in_the_configs_also_by_their_fused_name() -> None:

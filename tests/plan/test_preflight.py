@@ -120,10 +120,11 @@ def test_bytes_of_an_awq_linear_are_those_of_its_tensors(group: int) -> None:
     assert memory.linear_bytes(module, "gptq", group, symmetric=True) == qweight + qzeros + scales + g_idx
 
 
-def test_fp8_per_channel_is_refused_on_a_cpu_alone() -> None:
+def test_fp8_is_refused_on_a_cpu_alone_and_int8_nowhere() -> None:
     modules = (Module(name="m", rows=64, columns=64),)
     for name, target in targets().items():
         assert bool(why_not_served(target, "fp8", 0, modules, 1)) == (name == "cpu")
+        assert why_not_served(target, "int8", 0, modules, 1) == ""
 
 
 @pytest.mark.parametrize(("columns", "parallel", "served"), [(29568, 1, True), (29568, 2, False), (896, 2, False)])

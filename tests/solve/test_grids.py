@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.solve.fp8 import fp8, to_fp8
+from quantkit.solve.eight_bit import nearest, per_row
 from quantkit.solve.grids import decode, encode, minmax, searched
 
 BF16 = torch.bfloat16
@@ -52,18 +52,37 @@ def test_searched_grids_lose_less_in_every_group(symmetric: bool) -> None:
     assert found.sum() < 0.95 * plain.sum()
 
 
-def test_fp8_scale_is_the_largest_over_448_and_zero_rows_get_one() -> None:
+EIGHT_BIT = [(torch.float8_e4m3fn, 448), (torch.int8, 127)]
+
+
+@pytest.mark.parametrize(("codes", "largest"), EIGHT_BIT)
+def test_a_rows_scale_is_its_largest_over_the_largest_code_and_zero_rows_get_one(
+    codes: torch.dtype, largest: int
+) -> None:
     weight_OI = random(8, 64) * 1e-3
     weight_OI[2] = 0
-    values, scale = fp8(weight_OI, dtype=BF16)
+    values, scale = per_row(weight_OI, codes, dtype=BF16)
     assert scale.dtype == BF16 and scale.shape == (8, 1) and scale[2] == 1
-    expected = weight_OI.abs().amax(1) / 448
+    expected = weight_OI.abs().amax(1) / largest
     alive = torch.arange(8) != 2
     torch.testing.assert_close(scale[alive, 0].float(), expected[alive], rtol=2**-8, atol=0)
     dense = values.float() * scale.float()
     assert torch.isfinite(dense).all() and not dense[2].any()
-    assert ((dense - weight_OI).abs() <= weight_OI.abs() / 16 + scale.float() * 2**-9).all()
+    if codes == torch.int8:
+        # Half a step; a scale that was rounded down also clamps the largest by up to 127 / 2**9 of a step.
+        assert ((dense - weight_OI).abs() <= 0.5001 * scale.float()).all()
+    else:
+        assert ((dense - weight_OI).abs() <= weight_OI.abs() / 16 + scale.float() * 2**-9).all()
 
 
-def test_fp8_clamps_and_does_not_wrap() -> None:
-    assert to_fp8(torch.tensor([1e4, -1e4])).float().tolist() == [448.0, -448.0]
+@pytest.mark.parametrize(("codes", "largest"), EIGHT_BIT)
+def test_eight_bits_clamp_and_do_not_wrap(codes: torch.dtype, largest: int) -> None:
+    assert nearest(torch.tensor([1e4, -1e4]), codes).float().tolist() == [largest, -largest]
+
+
+@pytest.mark.parametrize(("codes", "largest"), EIGHT_BIT)
+def test_values_on_the_grid_come_back_exactly(codes: torch.dtype, largest: int) -> None:
+    row = torch.arange(-largest, largest + 1).float()
+    row = row.to(codes).float().unique() * 0.25
+    values, scale = per_row(row[None], codes, dtype=BF16)
+    assert torch.equal(values.float() * scale.float(), row[None])
