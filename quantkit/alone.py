@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +24,7 @@ def evaluate(artifact: Path, suite: str, baseline: Path | None, limit: int | Non
     from quantkit import texts
     from quantkit.engines.inprocess import load_model
     from quantkit.evaluate import run, suites
+    from quantkit.evaluate.perplexity import Reference
 
     faults = suites.check_suite(suite)
     if faults:
@@ -32,10 +32,10 @@ def evaluate(artifact: Path, suite: str, baseline: Path | None, limit: int | Non
     asked = suites.load_suite(suite)
     held_out = texts.documents("python-docs", "held_out")
     named = ({"source": baseline} if baseline else {}) | {artifact.name: artifact}
-    scores, source_model = [], None
+    scores, reference = [], None
     for name, folder in named.items():
         model = load_model(folder)
-        source_model = source_model or model
+        reference = Reference(model) if baseline and reference is None else reference
         tokenizer = AutoTokenizer.from_pretrained(folder)
         scores.append(
             run.evaluate(
@@ -44,7 +44,7 @@ def evaluate(artifact: Path, suite: str, baseline: Path | None, limit: int | Non
                 tokenizer,
                 variant=name,
                 out=out / name,
-                source_model=source_model,
+                reference=reference,
                 limit=limit,
                 allow_unsandboxed=False,
                 held_out=held_out,
@@ -59,8 +59,9 @@ def endpoint(
     """An endpoint of the artifact, not started yet: a context manager. Raises PlanError for an unknown target."""
     from quantkit.serve.endpoint import Endpoint
 
-    serve = Serve(target=target, max_model_len=max_model_len, port=port)
-    return Endpoint(artifact, _target(target).environment, serve, Path("logs") / f"{artifact.name}.log", prefix_caching)
+    serve = Serve(target=target, max_model_len=max_model_len)
+    log = Path("logs") / f"{artifact.name}.log"
+    return Endpoint(artifact, _target(target).environment, serve, log, prefix_caching, port)
 
 
 def bench(
@@ -68,15 +69,16 @@ def bench(
 ) -> Timings:
     """Load both folders on vLLM, interleaved, one regime per concurrency; the timings carry the verdicts."""
     from quantkit.gates.throughput import judge_regime
+    from quantkit.serve.endpoint import together
     from quantkit.serve.load import measure, versions
 
     environment = _target(target).environment
     regimes = tuple(Regime(concurrency=streams, min_ratio=min_ratio) for streams in concurrency)
-    with ExitStack() as stack:
-        endpoints = {
-            name: stack.enter_context(endpoint(folder, target, None, 1024, prefix_caching=False))
-            for name, folder in {"source": baseline, "variant": artifact}.items()
-        }
+    endpoints = {
+        name: endpoint(folder, target, None, 1024, prefix_caching=False)
+        for name, folder in {"source": baseline, "variant": artifact}.items()
+    }
+    with together(endpoints):
         measured = measure(endpoints, regimes, pairs, 0, Path("logs"))["variant"]
         served = endpoints["variant"]
         return Timings(

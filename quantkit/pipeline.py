@@ -11,7 +11,6 @@ publish  the chosen variant -> registry, alias last
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,20 +126,21 @@ def make_scores(recipe: Recipe, index: Index, plan: Plan, folder: Path) -> None:
     from transformers import AutoTokenizer
 
     from quantkit.engines.inprocess import load_model
+    from quantkit.evaluate.perplexity import Reference
     from quantkit.evaluate.run import evaluate
 
     assert recipe.evaluate is not None  # noqa: S101 - the caller asked
     root = source.materialise(index, recipe.model.revision, recipe.model.dtype).root
     tokenizer = AutoTokenizer.from_pretrained(root)
     held_out = texts.documents(recipe.calibration.set, "held_out")
-    source_model = None
+    reference = None
     for name in ("source", *(variant.name for variant in plan.variants)):
         out = folder / "scores" / name
         missing = [suite for suite in recipe.evaluate.suites if not (out / f"{suite}.json").exists()]
         if not missing:
             continue
-        source_model = source_model or load_model(root)
-        model = source_model if name == "source" else load_model(folder / "artifacts" / name)
+        reference = reference or Reference(load_model(root))
+        model = reference.model if name == "source" else load_model(folder / "artifacts" / name)
         for suite in missing:
             evaluate(
                 suites.load_suite(suite),
@@ -148,7 +148,7 @@ def make_scores(recipe: Recipe, index: Index, plan: Plan, folder: Path) -> None:
                 tokenizer,
                 variant=name,
                 out=out,
-                source_model=source_model,
+                reference=reference,
                 limit=recipe.evaluate.limit.get(suite),
                 allow_unsandboxed=recipe.evaluate.allow_unsandboxed,
                 held_out=held_out,
@@ -161,7 +161,7 @@ def make_timings(recipe: Recipe, index: Index, plan: Plan, folder: Path) -> None
     Left out: what the target cannot serve, and what already failed its accuracy gate.
     """
     from quantkit.gates import select, throughput
-    from quantkit.serve.endpoint import Endpoint
+    from quantkit.serve.endpoint import Endpoint, together
     from quantkit.serve.load import measure, versions
 
     gate = recipe.gates.throughput if recipe.gates else None
@@ -172,13 +172,11 @@ def make_timings(recipe: Recipe, index: Index, plan: Plan, folder: Path) -> None
     target = targets()[recipe.serve.target]
     folders = {"source": source.materialise(index, recipe.model.revision, recipe.model.dtype).root}
     folders |= {name: folder / "artifacts" / name for name in benched}
-    with ExitStack() as stack:
-        endpoints = {
-            name: stack.enter_context(
-                Endpoint(model, target.environment, recipe.serve, folder / "logs" / f"{name}.log")
-            )
-            for name, model in folders.items()
-        }
+    endpoints = {
+        name: Endpoint(model, target.environment, recipe.serve, folder / "logs" / f"{name}.log")
+        for name, model in folders.items()
+    }
+    with together(endpoints):
         measured = measure(endpoints, gate.regimes, gate.pairs, recipe.calibration.seed, folder / "logs")
         for name in benched:
             judged_regimes = [

@@ -154,8 +154,6 @@ class Serve(Part):
     target: Name = "cpu"
     max_model_len: Annotated[int, Field(ge=16)] = 2048
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
-    port: int | None = None
-    """None: a free port. Servers bind to loopback."""
 
 
 class Select(Part):

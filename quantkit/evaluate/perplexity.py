@@ -1,7 +1,7 @@
 """How well a model predicts text that no calibration saw, and how far it is from its source on the same tokens.
 
 Per token: nll = -log p_variant(next), kl = KL(source || variant) over the whole vocabulary, top1 = both prefer the
-same next token. Logits are compared window by window and never stored. Suffixes: W windows, T tokens, V vocabulary.
+same next token. Logits are compared window by window. Suffixes: W windows, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,7 +25,30 @@ from quantkit.records import TaskScore
 _POSITIONS = 128
 """Logits taken to float32 at once: 128 positions of a vocabulary of 150,000 are 77 MB."""
 
+_KEPT = 4 << 30
+"""Bytes of the source's logits that stay in memory between variants; windows beyond it are computed again."""
+
 Item = dict[str, Any]
+
+
+class Reference:
+    """The full-precision model, whose logits on each window every variant is compared with."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self._kept: dict[bytes, torch.Tensor] = {}
+        self._bytes = 0
+
+    def logits(self, ids_T: torch.Tensor) -> torch.Tensor:
+        """[T - 1, V] in the model's dtype and on its device."""
+        window = ids_T.numpy().tobytes()
+        if window in self._kept:
+            return self._kept[window]
+        found: torch.Tensor = self.model(ids_T[None].to(self.model.device)).logits[0, :-1]
+        self._bytes += found.nbytes
+        if self._bytes <= _KEPT:
+            self._kept[window] = found.clone()
+        return found
 
 
 def text_of(suite: PerplexitySuite, held_out: list[str] | None) -> str:
@@ -62,10 +85,10 @@ def windows_of(suite: PerplexitySuite, text: str, tokenizer: Any, limit: int | N
 
 
 @torch.inference_mode()
-def measure(model: Any, ids_WT: torch.Tensor, source: Any = None, *, is_source: bool = False) -> Iterator[Item]:
+def measure(model: Any, ids_WT: torch.Tensor, reference: Reference | None = None) -> Iterator[Item]:
     """One item a window: {"id", "nll", "kl", "top1"}, a list of T - 1 values each.
 
-    Args:  source: the full-precision model; None: no kl and top1 (with is_source they are 0 and 1 by definition).
+    Args:  reference: of the source; None: no kl and top1. Where it holds this very model they are 0 and 1.
     Raises: PlanError: a window is longer than the model's positions. ArtifactError: logits that are not finite.
     """
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -73,15 +96,16 @@ def measure(model: Any, ids_WT: torch.Tensor, source: Any = None, *, is_source: 
         what = f"windows of {ids_WT.shape[1]} tokens, the model has {positions} positions"
         raise PlanError(Fault(what, "evals/perplexity.yaml: length", f"use at most {positions}"))
     for number, ids_T in enumerate(tqdm(ids_WT, desc="perplexity", unit="window", file=sys.stderr)):
-        logits_TV = model(ids_T[None].to(model.device)).logits[0, :-1]
-        reference_TV = None if source is None else source(ids_T[None].to(source.device)).logits[0, :-1].to(model.device)
+        reference_TV = None if reference is None else reference.logits(ids_T).to(model.device)
+        is_source = reference is not None and reference.model is model
+        logits_TV = reference_TV if is_source else model(ids_T[None].to(model.device)).logits[0, :-1]
         columns: dict[str, list[float]] = {"nll": [], "kl": [], "top1": []}
         for start in range(0, len(ids_T) - 1, _POSITIONS):
             part = slice(start, start + _POSITIONS)
             log_TV = functional.log_softmax(logits_TV[part].float(), dim=-1)
             target_T = ids_T[1:][part].to(model.device)
             columns["nll"] += (-log_TV.gather(1, target_T[:, None])[:, 0]).double().tolist()
-            if reference_TV is not None:
+            if reference_TV is not None and not is_source:
                 source_TV = functional.log_softmax(reference_TV[part].float(), dim=-1)
                 columns["top1"] += (source_TV.argmax(dim=-1) == log_TV.argmax(dim=-1)).long().tolist()
                 columns["kl"] += torch.linalg.vecdot(source_TV.exp(), source_TV - log_TV).double().tolist()

@@ -22,7 +22,7 @@ def evaluate(
     variant: str,
     out: Path,
     artifact: str | None = None,
-    source_model: Any = None,
+    reference: perplexity.Reference | None = None,
     limit: int | None = None,
     allow_unsandboxed: bool = False,
     held_out: list[str] | None = None,
@@ -31,9 +31,9 @@ def evaluate(
 
     Scores that are there already under the same fingerprint, of the same artifact, are read and not made again.
 
-    Args:   variant: "source" for the baseline, whose kl is 0 and top1 1.
+    Args:   variant: "source" for the baseline.
             artifact: a digest of the weights; None: the suite is always run.
-            source_model: what kl and top1 of the perplexity suite compare with; None leaves them out.
+            reference: what kl and top1 of the perplexity suite compare with; None leaves them out.
             limit: the first items only, where lower than the suite's own limit.
             held_out: documents kept from calibration, for a suite whose text is held-out.
     Raises: PlanError: prompts, windows or text do not fit. ToolError: no sandbox, or no hub. ArtifactError: BOS.
@@ -53,7 +53,7 @@ def evaluate(
     tasks: dict[str, TaskScore]
     if isinstance(suite, PerplexitySuite):
         ids_WT = perplexity.windows_of(suite, text, tokenizer, limit)
-        found = list(perplexity.measure(model, ids_WT, source_model, is_source=variant == "source"))
+        found = list(perplexity.measure(model, ids_WT, reference))
         tasks = perplexity.scores_of(found)
     else:
         score, found = harness.run(suite, model, tokenizer, limit, guard)

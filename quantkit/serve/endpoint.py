@@ -43,7 +43,7 @@ TARGET_VARIABLES = {
     "serve-cuda": {},
 }
 CAUSES = {
-    r"address already in use": "the port is taken: leave serve.port out, or choose another",
+    r"address already in use": "the port is taken: choose another, or leave --port out",
     r"out of memory|OutOfMemory|Cannot allocate memory|Free memory on device": "too little memory is free",
     r"No available memory for the cache|larger than the maximum number of tokens|KV cache is needed": (
         "the KV cache does not fit: lower serve.max_model_len, or serve on more GPUs"
@@ -58,7 +58,7 @@ CAUSES = {
     r"ModuleNotFoundError|ImportError|undefined symbol": "the environment is damaged: delete its folder and sync it",
 }
 """What a server's log says when it dies (regular expression, case ignored) -> what to do."""
-_KERNEL = re.compile(r"Using (\w+) for (?:\w+LinearMethod|mixed-precision linear|\w*CompressedTensors\w*)")
+_KERNEL = re.compile(r"(?:Using|Selected) (\w+) for (?:\w+LinearMethod|mixed-precision linear|\w*CompressedTensors\w*)")
 
 
 class Endpoint:
@@ -66,13 +66,22 @@ class Endpoint:
 
     Args:    folder: the model. environment: serve-cpu or serve-cuda. log: where the server's output goes, kept.
              prefix_caching: off, so that no measured run profits from the one before; on for real use.
+             port: on loopback; None: a free one.
     Raises:  ToolError on entering: the server ended, or made no completion within START_SECONDS; with the log's tail
              and the likely cause.
     """
 
-    def __init__(self, folder: Path, environment: str, serve: Serve, log: Path, prefix_caching: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        environment: str,
+        serve: Serve,
+        log: Path,
+        prefix_caching: bool = False,
+        port: int | None = None,
+    ) -> None:
         self.folder, self.environment, self.log, self.model = folder.resolve(), environment, log, folder.name
-        self.port = serve.port or _free_port()
+        self.port = port or _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         flags = ["--dtype", "auto", "--max-model-len", str(serve.max_model_len), "--seed", "0"]
         flags += ["--max-num-queued-reqs", str(QUEUE), "--shutdown-timeout", str(DRAIN_SECONDS)]

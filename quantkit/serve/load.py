@@ -38,7 +38,7 @@ class Slot:
 
 
 def schedule(names: Sequence[str], regimes: int, pairs: int, seed: int) -> list[Slot]:
-    """Every run in order. Per regime: a warm-up of each name, then `pairs` rounds in which each name runs once.
+    """Every run in order. Per regime: a warm-up of each name (one request a stream), then `pairs` rounds in which each name runs once.
 
     Within a round all names have one seed, so the same prompts; no other round or warm-up has it, so that no prompt
     comes twice. No seed is 0, which vLLM's generator repeats. Each round starts one name further, so that what drifts
@@ -68,7 +68,7 @@ def measure(
         zip(
             slots,
             _run(
-                [_entry(endpoints[s.name], regimes[s.regime], s.seed) for s in slots],
+                [_entry(endpoints[s.name], regimes[s.regime], s) for s in slots],
                 endpoints[baseline].environment,
                 scratch,
             ),
@@ -134,16 +134,16 @@ def _run(entries: list[dict[str, Any]], environment: str, scratch: Path) -> list
     return runs
 
 
-def _entry(endpoint: Endpoint, regime: Regime, seed: int) -> dict[str, Any]:
+def _entry(endpoint: Endpoint, regime: Regime, slot: Slot) -> dict[str, Any]:
     return {
         "url": endpoint.url,
         "model": endpoint.model,
         "tokenizer": str(endpoint.folder),
         "concurrency": regime.concurrency,
-        "requests": regime.count,
+        "requests": regime.concurrency if slot.pair is None else regime.count,
         "prompt_tokens": regime.prompt_tokens,
         "output_tokens": regime.output_tokens,
-        "seed": seed,
+        "seed": slot.seed,
     }
 
 

