@@ -38,7 +38,7 @@ class Slot:
 
 
 def schedule(names: Sequence[str], regimes: int, pairs: int, seed: int) -> list[Slot]:
-    """Every run in order. Per regime: a warm-up of each name (one request a stream), then `pairs` rounds in which each name runs once.
+    """Every run in order. Per regime: a warm-up of each name, one request a stream, then `pairs` rounds of all names.
 
     Within a round all names have one seed, so the same prompts; no other round or warm-up has it, so that no prompt
     comes twice. No seed is 0, which vLLM's generator repeats. Each round starts one name further, so that what drifts
