@@ -44,11 +44,16 @@ class Reference:
         window = ids_T.numpy().tobytes()
         if window in self._kept:
             return self._kept[window]
-        found: torch.Tensor = self.model(ids_T[None].to(self.model.device)).logits[0, :-1]
+        found = _logits(self.model, ids_T)
         self._bytes += found.nbytes
         if self._bytes <= _KEPT:
             self._kept[window] = found.clone()
         return found
+
+
+def _logits(model: Any, ids_T: torch.Tensor) -> torch.Tensor:
+    logits_TV: torch.Tensor = model(ids_T[None].to(model.device)).logits[0, :-1]
+    return logits_TV
 
 
 def text_of(suite: PerplexitySuite, held_out: list[str] | None) -> str:
@@ -95,17 +100,17 @@ def measure(model: Any, ids_WT: torch.Tensor, reference: Reference | None = None
     if positions and ids_WT.shape[1] > positions:
         what = f"windows of {ids_WT.shape[1]} tokens, the model has {positions} positions"
         raise PlanError(Fault(what, "evals/perplexity.yaml: length", f"use at most {positions}"))
+    own = reference if reference is not None and reference.model is model else None
     for number, ids_T in enumerate(tqdm(ids_WT, desc="perplexity", unit="window", file=sys.stderr)):
-        reference_TV = None if reference is None else reference.logits(ids_T).to(model.device)
-        is_source = reference is not None and reference.model is model
-        logits_TV = reference_TV if is_source else model(ids_T[None].to(model.device)).logits[0, :-1]
+        logits_TV = own.logits(ids_T) if own else _logits(model, ids_T)
+        reference_TV = reference.logits(ids_T).to(model.device) if reference and not own else None
         columns: dict[str, list[float]] = {"nll": [], "kl": [], "top1": []}
         for start in range(0, len(ids_T) - 1, _POSITIONS):
             part = slice(start, start + _POSITIONS)
             log_TV = functional.log_softmax(logits_TV[part].float(), dim=-1)
             target_T = ids_T[1:][part].to(model.device)
             columns["nll"] += (-log_TV.gather(1, target_T[:, None])[:, 0]).double().tolist()
-            if reference_TV is not None and not is_source:
+            if reference_TV is not None:
                 source_TV = functional.log_softmax(reference_TV[part].float(), dim=-1)
                 columns["top1"] += (source_TV.argmax(dim=-1) == log_TV.argmax(dim=-1)).long().tolist()
                 columns["kl"] += torch.linalg.vecdot(source_TV.exp(), source_TV - log_TV).double().tolist()
@@ -114,7 +119,7 @@ def measure(model: Any, ids_WT: torch.Tensor, reference: Reference | None = None
             raise ArtifactError(
                 Fault(what, str(model.config.name_or_path), "quantize again, or leave this variant out")
             )
-        if is_source:
+        if own:
             columns["kl"], columns["top1"] = [0.0] * (len(ids_T) - 1), [1] * (len(ids_T) - 1)
         yield {
             "id": f"window/{number}",
