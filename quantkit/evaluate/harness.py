@@ -27,6 +27,10 @@ class CheckedLM(HFLM):  # type: ignore[misc]  # lm-eval has no types
     """The model as lm-eval sees it; refuses prompts that do not fit, and rows with a missing or second BOS."""
 
     def __init__(self, model: Any, tokenizer: Any, batch: int) -> None:
+        if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
+            what = "the tokenizer names neither a BOS nor an EOS token, so lm-eval cannot ask"
+            do = "name its eos_token in tokenizer_config.json, or leave this suite out"
+            raise ArtifactError(Fault(what, str(tokenizer.name_or_path), do))
         self.bos = leading_bos(tokenizer)
         super().__init__(
             pretrained=model,

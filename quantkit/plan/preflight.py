@@ -75,7 +75,7 @@ def _plan_variant(
     faults += _split_fusions(family, linears, ignored, f"{where}.ignore")
     group = 0 if variant.per_row else variant.group_size
     if group:
-        faults += [fault for module in modules if (fault := _group_fault(module, group, variant, where))]
+        faults += _group_faults(modules, group, where)
     format = variant.format or ""
     why_not = ""
     if target and not faults:
@@ -98,18 +98,26 @@ def _plan_variant(
     return planned, faults
 
 
-def _group_fault(module: Module, group: int, variant: Variant, where: str) -> Fault | None:
-    """The first thing about a linear's shape that this group size or format cannot hold."""
-    if group != -1 and (group == 0 or module.columns % group):
-        over = f" ({module.columns % group} left over)" if group else ""
-        what = f"{module.name}: {module.columns} input columns do not divide into groups of {group}{over}"
-        fitting = [g for g in (128, 64, 32) if module.columns % g == 0]
-        do = f"use {' or '.join(map(str, fitting))}, or add" if fitting else "add"
-        return Fault(what, f"{where}.group_size", f"{do} {module.name!r} to {where.rsplit(': ')[-1]}.ignore")
-    if module.columns % 8 or module.rows % 8:
-        what = f"{module.name}: [{module.rows}, {module.columns}] does not pack, 8 codes share a word"
-        return Fault(what, f"{where}.format", f"add {module.name!r} to {where.rsplit(': ')[-1]}.ignore")
-    return None
+def _group_faults(modules: tuple[Module, ...], group: int, where: str) -> list[Fault]:
+    """What this group size or format cannot hold, once for all linears that share the reason."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for module in modules:
+        rows, columns = module.rows, module.columns
+        if group != -1 and (group == 0 or columns % group):
+            over = f" ({columns % group} left over)" if group else ""
+            fitting = [str(g) for g in (128, 64, 32) if columns % g == 0]
+            do = f"use {' or '.join(fitting)}, or add" if fitting else "add"
+            reason = (f"{columns} input columns do not divide into groups of {group}{over}", "group_size", do)
+            found.setdefault(reason, []).append(module.name)
+        elif columns % 8 or rows % 8:
+            reason = (f"[{rows}, {columns}] does not pack, 8 codes share a word", "format", "add")
+            found.setdefault(reason, []).append(module.name)
+    faults = []
+    for (what, key, do), names in found.items():
+        alike = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        ignore = f"{do} {names[0]!r}{' and the others' if alike else ''} to {where.rsplit(': ')[-1]}.ignore"
+        faults.append(Fault(f"{names[0]}{alike}: {what}", f"{where}.{key}", ignore))
+    return faults
 
 
 def _split_fusions(family: Family, linears: tuple[Module, ...], ignored: set[str], where: str) -> list[Fault]:

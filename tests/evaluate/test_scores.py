@@ -136,6 +136,13 @@ def test_two_bos_tokens_are_refused(make_model, make_tokenizer, tmp_path):
     assert [leading_bos(make_tokenizer(leading)) for leading in (0, 1)] == [0, 1]
 
 
+def test_a_tokenizer_without_bos_and_eos_is_refused(make_model, make_tokenizer, tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.bos_token = tokenizer.eos_token = None
+    with pytest.raises(ArtifactError, match="neither a BOS nor an EOS"):
+        evaluate(MMLU, make_model(), tokenizer, variant="source", out=tmp_path, limit=2)
+
+
 @pytest.mark.parametrize(
     ("leading", "rows", "mask", "good"),
     [

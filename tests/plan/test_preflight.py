@@ -78,7 +78,7 @@ def test_three_faults_of_three_kinds_are_one_refusal(tmp_path: Path, monkeypatch
 
 def test_a_group_that_does_not_divide_names_those_that_do(tmp_path: Path) -> None:
     (text, *_) = faults_of(tmp_path, an_index(columns_of_down=448), {"awq": {"method": "awq", "group_size": 128}})
-    assert "down_proj: 448 input columns" in text and "use 64 or 32" in text
+    assert "down_proj and 1 more: 448 input columns" in text and "use 64 or 32" in text
 
 
 @pytest.mark.parametrize("pattern", ["*.q_proj", "*.0.mlp.up_proj"])
