@@ -7,7 +7,7 @@ import json
 from importlib.metadata import version
 from typing import Any
 
-from quantkit.errors import ArtifactError, Fault, GateError
+from quantkit.errors import ArtifactError, Fault
 from quantkit.evaluate.suites import ChoiceSuite, CodeSuite, PerplexitySuite
 
 BACKEND = "transformers"
@@ -44,14 +44,6 @@ def settings_of(
 
 def fingerprint(settings: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-
-
-def require_equal(source: dict[str, Any], variant: dict[str, Any], where: str) -> None:
-    """Raises GateError naming each setting that differs between two scores."""
-    differ = [key for key in sorted({*source, *variant}) if source.get(key) != variant.get(key)]
-    if differ:
-        what = "; ".join(f"{key}: {source.get(key)} against {variant.get(key)}" for key in differ)
-        raise GateError(Fault(f"not the same measurement: {what}", where, "evaluate both again with the same settings"))
 
 
 def leading_bos(tokenizer: Any) -> int:
