@@ -290,9 +290,14 @@ def _ended(call: Callable[[], Any]) -> int:
         return error.exit_code
 
 
+def _interrupt(*_: object) -> None:
+    # Raised here, not sent as SIGINT: a shell starts its background commands with SIGINT ignored.
+    raise KeyboardInterrupt
+
+
 def main() -> None:
     """Entry point. SIGTERM ends a command as Ctrl-C does, so that servers and locks are let go."""
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    signal.signal(signal.SIGTERM, _interrupt)
     if "--json" in sys.argv:
         # Libraries and child processes that print get standard error, so that standard output stays one object.
         sys.stdout = os.fdopen(os.dup(1), "w")

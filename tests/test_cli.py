@@ -50,8 +50,10 @@ def recipe(model: Path) -> Recipe:
 
 
 def start(folder: Path, *words: str) -> subprocess.Popen[str]:
-    pipe = subprocess.PIPE
-    return subprocess.Popen([COMMAND, *words], cwd=folder, stdout=pipe, stderr=pipe, text=True)
+    """As a shell starts a background command: with SIGINT ignored, unless the first word is 'foreground'."""
+    trap = "" if words[0] == "foreground" else "trap '' INT; "
+    command = ["sh", "-c", f'{trap}exec "$@"', "sh", COMMAND, *words[words[0] == "foreground" :]]
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def call(folder: Path, *words: str) -> tuple[int, str, str]:
@@ -119,7 +121,7 @@ def test_what_fails_its_gate_is_not_published_and_the_exit_code_says_so(tmp_path
 
 def interrupted(folder: Path, recipe: Recipe, block: int, end: Callable[[subprocess.Popen[str]], object]) -> int:
     """Start the quantize stage and end it when a block, of twelve, is done. Returns its exit code."""
-    process = start(folder, "quantize", write(folder, recipe), "--until", "quantize")
+    process = start(folder, "foreground", "quantize", write(folder, recipe), "--until", "quantize")
     mark = folder / "runs" / "tiny" / "artifacts" / ".work" / f"block-{block}.json"
     while not mark.exists() and process.poll() is None:
         time.sleep(0.005)
@@ -139,6 +141,15 @@ def test_a_killed_run_continues_and_its_artifacts_come_out_byte_equal(tmp_path: 
     assert code == 0
     assert "block" in err
     assert content(cut / "runs" / "tiny" / "artifacts") == content(tmp_path / "w" / "tiny" / "artifacts")
+
+
+def test_a_background_run_ends_on_sigterm_and_says_how_to_go_on(tmp_path: Path, recipe: Recipe) -> None:
+    process = start(tmp_path, "quantize", write(tmp_path, recipe), "--until", "quantize")
+    while not (tmp_path / "runs" / "tiny" / "artifacts" / ".work").exists() and process.poll() is None:
+        time.sleep(0.005)
+    process.terminate()
+    _, err = process.communicate()
+    assert process.returncode == 130 and "the same command continues" in err
 
 
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path, recipe: Recipe) -> None:
