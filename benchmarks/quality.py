@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import platform
 import resource
 import tempfile
 import time
@@ -25,7 +24,7 @@ from torch.nn import functional
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from quantkit import texts
+from quantkit import journal, texts
 from quantkit.checkpoint.source import materialise, open_source
 from quantkit.engines.inprocess import load_model
 from quantkit.engines.onepass import quantize
@@ -52,6 +51,13 @@ def variant_plan(index: Index, method: str, group_size: int) -> VariantPlan:
         bytes=0,
         servable=True,
     )
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "machine": journal.machine() | {"threads": torch.get_num_threads()},
+        "versions": {name: version(name) for name in ("quantkit", "torch", "transformers")},
+    }
 
 
 def windows(tokenizer: Any, path: Path | None, part: texts.Part, count: int, length: int) -> Tensor:
@@ -132,9 +138,7 @@ def main(
     print(f"all variants in one pass: {wall:.1f} s wall, {cpu:.1f} s CPU, peak {peak_mb:.0f} MB")
     if output:
         shared = {"engine": "quantkit", "seconds": wall, "cpu_seconds": cpu, "peak_rss_mb": peak_mb}
-        record = {
-            "machine": {"cpu": platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
-            "versions": {name: version(name) for name in ("quantkit", "torch", "transformers")},
+        record = machine() | {
             "model": index.origin,
             "calibration": {
                 "text": calibration.name if calibration else "python-docs",
