@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quantkit.solve.grids import TOP, Grid
-from quantkit.solve.linalg import damped, inverse_factor
+from quantkit.solve.linalg import inverse_factor, ridge
 
 
 def gptq(
@@ -26,26 +26,28 @@ def gptq(
     Source:  Frantar et al. 2022, arXiv:2210.17323, algorithm 1.
     """
     columns = weight_OI.shape[1]
-    order_I = torch.argsort(gram_II.diagonal(), descending=True, stable=True)
-    upper_II, used = inverse_factor(gram_II[order_I][:, order_I], damping)
+    # The factor is lower triangular, so columns are visited from the last to the first.
+    order_I = torch.argsort(gram_II.diagonal(), descending=True, stable=True).flip(0)
+    lower_II, used = inverse_factor(gram_II, damping, order_I)
     group_I = (order_I // (columns // grid.scale_OG.shape[1])).tolist()
     scale_GO, zero_GO = grid.scale_OG.T.contiguous(), grid.zero_OG.T.contiguous()
     work_IO = weight_OI.T[order_I].contiguous()
-    codes_IO = torch.empty_like(work_IO)
-    pivots = upper_II.diagonal().tolist()
-    for start in range(0, columns, block):
-        end = min(start + block, columns)
+    codes_IO = torch.empty(work_IO.shape, dtype=torch.uint8)
+    pivots = lower_II.diagonal().tolist()
+    for end in range(columns, 0, -block):
+        start = max(0, end - block)
         errors_BO = torch.empty_like(work_IO[start:end])
-        for column in range(start, end):
+        for column in reversed(range(start, end)):
             scale_O, zero_O = scale_GO[group_I[column]], zero_GO[group_I[column]]
             wish_O = work_IO[column]
-            code_O = torch.div(wish_O, scale_O, out=codes_IO[column]).add_(zero_O).round_().clamp_(0, TOP)
-            error_O = torch.addcmul(wish_O, code_O - zero_O, scale_O, value=-1, out=errors_BO[column - start])
+            code_O = torch.div(wish_O, scale_O).add_(zero_O).round_().clamp_(0, TOP)
+            codes_IO[column] = code_O
+            error_O = torch.addcmul(wish_O, code_O.sub_(zero_O), scale_O, value=-1, out=errors_BO[column - start])
             error_O.div_(pivots[column])
-            work_IO[column + 1 : end].addr_(upper_II[column, column + 1 : end], error_O, alpha=-1)
-        work_IO[end:].addmm_(upper_II[start:end, end:].T, errors_BO, alpha=-1)
+            work_IO[start:column].addr_(lower_II[column, start:column], error_O, alpha=-1)
+        work_IO[:start].addmm_(lower_II[start:end, :start].T, errors_BO, alpha=-1)
     codes_OI = torch.empty(weight_OI.shape, dtype=torch.uint8)
-    codes_OI[:, order_I] = codes_IO.T.to(torch.uint8)
+    codes_OI[:, order_I] = codes_IO.T
     return codes_OI, used
 
 
@@ -66,12 +68,13 @@ def descend(
     """
     columns = weight_OI.shape[1]
     width = columns // grid.scale_OG.shape[1]
-    gram_II = damped(gram_II, damping)
-    stiffness = gram_II.diagonal().tolist()
+    shift = ridge(gram_II, damping)
+    stiffness = (gram_II.diagonal() + shift).tolist()
     scale_GO, zero_GO = grid.scale_OG.T.contiguous(), grid.zero_OG.T.contiguous()
     steps_IO = codes_OI.T.float() - zero_GO.repeat_interleave(width, 0)
     miss_IO = weight_OI.T - steps_IO * scale_GO.repeat_interleave(width, 0)
-    pull_IO = gram_II @ miss_IO
+    pull_IO = torch.addmm(miss_IO, gram_II, miss_IO, beta=shift)
+    del miss_IO
     for _ in range(sweeps):
         for group in range(columns // width):
             start = group * width
@@ -79,7 +82,7 @@ def descend(
             low_O, high_O = -zero_GO[group], TOP - zero_GO[group]
             scale_O = scale_GO[group]
             before_CO = steps_IO[span] * scale_O
-            gram_CC = gram_II[span, span].contiguous()
+            gram_CC = gram_II[span, span] + shift * torch.eye(width)
             pull_CO = pull_IO[span].clone()
             for row in range(width):
                 old_O = steps_IO[start + row]
@@ -90,6 +93,7 @@ def descend(
             scale_GO[group] = _refit(steps_IO[span], pull_CO, gram_CC, scale_O, dtype)
             moved_CO = steps_IO[span] * scale_GO[group] - before_CO
             pull_IO.addmm_(gram_II[:, span], moved_CO, alpha=-1)
+            pull_IO[span] -= shift * moved_CO
     codes = (steps_IO + zero_GO.repeat_interleave(width, 0)).T.to(torch.uint8).contiguous()
     return codes, Grid(scale_GO.T.contiguous(), grid.zero_OG)
 
