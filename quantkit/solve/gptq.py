@@ -11,9 +11,12 @@ from torch import Tensor
 from quantkit.solve.grids import TOP, Grid
 from quantkit.solve.linalg import inverse_factor, ridge
 
+_SPAN = 16
+"""Columns whose effect on each other is followed one by one; on all others they act together, as a product."""
+
 
 def gptq(
-    weight_OI: Tensor, gram_II: Tensor, grid: Grid, *, damping: float = 0.01, block: int = 64
+    weight_OI: Tensor, gram_II: Tensor, grid: Grid, *, damping: float = 0.01, block: int = _SPAN
 ) -> tuple[Tensor, float]:
     """Codes of `weight_OI` such that the layer's output, not the weight, moves least; and the damping that it took.
 
@@ -84,12 +87,18 @@ def descend(
             before_CO = steps_IO[span] * scale_O
             gram_CC = gram_II[span, span] + shift * torch.eye(width)
             pull_CO = pull_IO[span].clone()
-            for row in range(width):
-                old_O = steps_IO[start + row]
-                wish_O = torch.addcdiv(old_O, pull_CO[row], scale_O, value=1 / stiffness[start + row]).round_()
-                new_O = torch.minimum(torch.maximum(wish_O, low_O, out=wish_O), high_O, out=wish_O)
-                pull_CO.addr_(gram_CC[row], (new_O - old_O).mul_(scale_O), alpha=-1)
-                steps_IO[start + row] = new_O
+            for first in range(0, width, _SPAN):
+                last = min(first + _SPAN, width)
+                moved_BO = torch.empty_like(pull_CO[first:last])
+                for row in range(first, last):
+                    old_O = steps_IO[start + row]
+                    wish_O = torch.addcdiv(old_O, pull_CO[row], scale_O, value=1 / stiffness[start + row]).round_()
+                    new_O = torch.minimum(torch.maximum(wish_O, low_O, out=wish_O), high_O, out=wish_O)
+                    move_O = torch.sub(new_O, old_O, out=moved_BO[row - first]).mul_(scale_O)
+                    pull_CO[row + 1 : last].addr_(gram_CC[row, row + 1 : last], move_O, alpha=-1)
+                    steps_IO[start + row] = new_O
+                pull_CO[last:].addmm_(gram_CC[last:, first:last], moved_BO, alpha=-1)
+            pull_CO = torch.addmm(pull_IO[span], gram_CC, steps_IO[span] * scale_O - before_CO, alpha=-1)
             scale_GO[group] = _refit(steps_IO[span], pull_CO, gram_CC, scale_O, dtype)
             moved_CO = steps_IO[span] * scale_GO[group] - before_CO
             pull_IO.addmm_(gram_II[:, span], moved_CO, alpha=-1)

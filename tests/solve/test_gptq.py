@@ -118,6 +118,18 @@ def test_all_zero_gram_is_plain_rounding() -> None:
     assert torch.equal(codes, encode(weight_OI, grid))
 
 
+@pytest.mark.parametrize("span", [1, 5, 64])
+def test_columns_taken_together_never_change_the_descent(span: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight_OI, gram_II = weight(16, 96, 9), correlated(96, 9)
+    grid = searched(weight_OI, gram_II, 48, symmetric=True, dtype=BF16)
+    start = encode(weight_OI, grid)
+    codes, moved = descend(weight_OI, gram_II, start, grid, damping=0.01, dtype=BF16)
+    monkeypatch.setattr("quantkit.solve.gptq._SPAN", span)
+    again, moved_again = descend(weight_OI, gram_II, start, grid, damping=0.01, dtype=BF16)
+    assert torch.equal(codes, again) and torch.equal(moved.scale_OG, moved_again.scale_OG)
+    assert not torch.equal(codes, start)
+
+
 def test_factor_is_that_of_the_damped_inverse() -> None:
     gram_II = correlated(48, 7)
     order_I = torch.randperm(48, generator=torch.Generator().manual_seed(1))
