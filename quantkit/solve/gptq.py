@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantkit.solve.grids import TOP, Grid
+from quantkit.solve.grids import Grid
 from quantkit.solve.linalg import damped, inverse_factor
 
 
@@ -39,7 +39,7 @@ def gptq(
         for column in range(start, end):
             scale_O, zero_O = scale_GO[group_I[column]], zero_GO[group_I[column]]
             wish_O = work_IO[column]
-            code_O = torch.div(wish_O, scale_O, out=codes_IO[column]).add_(zero_O).round_().clamp_(0, TOP)
+            code_O = torch.div(wish_O, scale_O, out=codes_IO[column]).add_(zero_O).round_().clamp_(0, grid.top)
             error_O = torch.addcmul(wish_O, code_O - zero_O, scale_O, value=-1, out=errors_BO[column - start])
             error_O.div_(pivots[column])
             work_IO[column + 1 : end].addr_(upper_II[column, column + 1 : end], error_O, alpha=-1)
@@ -76,7 +76,7 @@ def descend(
         for group in range(columns // width):
             start = group * width
             span = slice(start, start + width)
-            low_O, high_O = -zero_GO[group], TOP - zero_GO[group]
+            low_O, high_O = -zero_GO[group], grid.top - zero_GO[group]
             scale_O = scale_GO[group]
             before_CO = steps_IO[span] * scale_O
             gram_CC = gram_II[span, span].contiguous()
@@ -91,7 +91,7 @@ def descend(
             moved_CO = steps_IO[span] * scale_GO[group] - before_CO
             pull_IO.addmm_(gram_II[:, span], moved_CO, alpha=-1)
     codes = (steps_IO + zero_GO.repeat_interleave(width, 0)).T.to(torch.uint8).contiguous()
-    return codes, Grid(scale_GO.T.contiguous(), grid.zero_OG)
+    return codes, Grid(scale_GO.T.contiguous(), grid.zero_OG, grid.top)
 
 
 def _refit(steps_CO: Tensor, pull_CO: Tensor, gram_CC: Tensor, scale_O: Tensor, dtype: torch.dtype) -> Tensor:
