@@ -1,4 +1,4 @@
-"""Passthrough: what needs no forward, made of any safetensors checkpoint, shard by shard, at the disk's speed.
+"""Passthrough: what needs no forward, made of any safetensors checkpoint, shard by shard.
 
 Every byte of the source is read once, whatever the number of variants: a piece of a tensor's rows is read, quantized
 for each variant and kept until its tensor is packed; what is not quantized is copied. Memory is bounded by the largest
