@@ -1,7 +1,7 @@
 """THE MAP: the whole run, top to bottom.
 
 prepare  recipe + headers -> plan, or every fault at once; nothing is written
-quantize one pass over the blocks -> an artifact per variant
+quantize one pass over the blocks (of an unknown family: over the shards) -> an artifact per variant
 evaluate source and variants, equal settings -> scores
 bench    source and servable variants on vLLM, interleaved -> timings
 gate     scores + timings -> verdict
@@ -59,7 +59,8 @@ def prepare(path: Path, runs: Path) -> Prepared:
                 break
         try:
             index = source.open_source(recipe.model.source, recipe.model.revision, recipe.model.dtype)
-            plan, wrong = make_plan(recipe, path, index, families.family_of(index.config), runs)
+            family = families.FAMILIES.get(str(index.config.get("model_type")))
+            plan, wrong = make_plan(recipe, path, index, family, runs)
             found += wrong
         except QuantkitError as error:
             found += error.faults
@@ -107,13 +108,18 @@ def quantize(path: Path, runs: Path, until: str = "publish") -> Verdict | None:
 
 
 def make_artifacts(recipe: Recipe, index: Index, plan: Plan, folder: Path, journal: Journal) -> None:
-    """Calibrate and solve, one block at a time: artifacts/<variant>/ and ledger.jsonl."""
+    """artifacts/<variant>/ and ledger.jsonl: calibrate and solve, one block at a time, or else shard by shard."""
+    from quantkit.engines import shards
+
+    index = source.materialise(index, recipe.model.revision, recipe.model.dtype)
+    if plan.engine == "shards":
+        shards.quantize(index, plan, folder / "artifacts", folder / "ledger.jsonl", journal.keys["quantize"])
+        return
     from transformers import AutoTokenizer
 
     from quantkit.calibrate.samples import load_samples
     from quantkit.engines import onepass
 
-    index = source.materialise(index, recipe.model.revision, recipe.model.dtype)
     asked = recipe.calibration
     tokenizer = AutoTokenizer.from_pretrained(index.root)
     documents = texts.documents(asked.set, "calibration")

@@ -51,14 +51,15 @@ class Calibration(Part):
 
 class Variant(Part):
     method: Method
-    bits: Literal[4, 8] = 4
-    """FP8 and INT8 have eight; `bits` says nothing there."""
-    group_size: Annotated[int, Field(ge=-1)] = 128
-    """Input columns that share one scale; -1: a whole row."""
+    bits: Literal[4, 8] | None = None
+    """Of the weights. None: 4, and 8 for methods fp8 and int8."""
+    group_size: Annotated[int, Field(ge=-1)] | None = None
+    """Input columns that share one scale; -1: a whole row. None: 128, and nothing for methods fp8 and int8."""
     format: Format | None = None
-    scheme: Literal["dynamic"] | None = None
+    scheme: Literal["dynamic", "static", "block"] | None = None
+    """Methods fp8 and int8: how activations (and weights) are scaled. None: dynamic."""
     symmetric: bool | None = None
-    """None: what the format loads (awq: asymmetric, gptq: symmetric, compressed-tensors INT4: asymmetric)."""
+    """None: what the format loads; compressed-tensors: INT4 asymmetric, INT8 symmetric (which more kernels run)."""
     rounding: Literal["gptq", "nearest"] = "gptq"
     """How the AWQ-scaled weight is rounded; 'nearest' is AWQ as published."""
     damping: Annotated[float, Field(gt=0, lt=1)] = 0.01
@@ -67,35 +68,63 @@ class Variant(Part):
     """Names or globs of modules kept in full precision; each must match at least one."""
 
     @property
-    def per_row(self) -> bool:
-        """One scale a row of the weight and one a token of the activations, no groups."""
-        return self.method in ("fp8", "int8")
+    def needs_forward(self) -> bool:
+        """Whether it is made from what the model's activations looked like, and not from its weights alone."""
+        return self.method in ("awq", "gptq") or self.scheme == "static"
 
     @model_validator(mode="after")
     def settle(self) -> Self:
-        """Fill the format that the method implies and refuse pairs that no loader reads."""
+        """Fill in what the method implies and refuse what no loader reads."""
         allowed = FORMATS_OF_METHOD[self.method]
         if self.format is None:
-            object.__setattr__(self, "format", allowed[0])
+            # The formats awq and gptq hold 4 bits only.
+            object.__setattr__(self, "format", allowed[-1 if self.bits == 8 and self.method != "awq" else 0])
         if self.format not in allowed:
             raise ValueError(
                 f"format {self.format!r} cannot hold method {self.method!r}; use one of {', '.join(allowed)}"
             )
-        if self.per_row:
-            object.__setattr__(self, "bits", 8)
-            object.__setattr__(self, "scheme", self.scheme or "dynamic")
-            return self
+        if self.rounding != "gptq" and self.method != "awq":
+            raise ValueError("rounding is that of the AWQ-scaled weight; use method rtn for plain rounding")
+        if self.method in ("fp8", "int8"):
+            self._settle_activations()
+        else:
+            self._settle_groups()
+        return self
+
+    def _settle_activations(self) -> None:
+        """Weights and activations of eight bits."""
+        if self.bits == 4:
+            raise ValueError(f"method {self.method} has eight bits; use bits: 8, or method awq, gptq or rtn")
+        if self.group_size is not None:
+            raise ValueError(f"method {self.method} has no groups; its scheme says what shares a scale")
+        if self.symmetric is False:
+            raise ValueError(
+                f"vLLM loads method {self.method} only symmetric; bits: 8 with gptq or rtn has zero points"
+            )
+        if self.method == "int8" and self.scheme not in (None, "dynamic"):
+            raise ValueError(f"scheme {self.scheme!r} belongs to method fp8; int8 is made dynamic only")
+        object.__setattr__(self, "bits", 8)
+        object.__setattr__(self, "scheme", self.scheme or "dynamic")
+        object.__setattr__(self, "symmetric", True)
+
+    def _settle_groups(self) -> None:
+        """Weights alone, by groups of columns."""
         if self.scheme is not None:
             raise ValueError("scheme belongs to methods fp8 and int8")
-        if self.bits != 4:
-            raise ValueError("this version makes INT4 by groups; use bits: 4, or method int8 or fp8")
+        object.__setattr__(self, "bits", self.bits or 4)
+        object.__setattr__(self, "group_size", 128 if self.group_size is None else self.group_size)
+        if self.bits == 8 and self.method == "awq":
+            raise ValueError("AWQ is made with 4 bits only; use gptq or rtn with bits: 8, or method int8 or fp8")
+        if self.bits == 8 and self.format != "compressed-tensors":
+            raise ValueError(f"format {self.format!r} is loaded with 4 bits only; use compressed-tensors for bits: 8")
+        if self.group_size != -1 and (self.group_size == 0 or (self.group_size or 0) % 2):
+            raise ValueError("no kernel takes such groups; use 32, 64, 128, or -1 for a whole row")
         fixed = {"awq": False, "gptq": True}.get(self.format or "")
         if fixed is not None and self.symmetric not in (None, fixed):
             word = "symmetric" if fixed else "asymmetric"
             raise ValueError(f"vLLM loads format {self.format!r} only {word}; use compressed-tensors for the other")
         if self.symmetric is None:
-            object.__setattr__(self, "symmetric", bool(fixed))
-        return self
+            object.__setattr__(self, "symmetric", self.bits == 8 if fixed is None else fixed)
 
 
 class Evaluate(Part):

@@ -63,11 +63,9 @@ def write_json(path: Path, value: Any) -> None:
 class TensorInfo(Record):
     """One tensor of a checkpoint as its safetensors header tells it."""
 
-    dtype: str
-    """As safetensors spells it: F32, F16, BF16, I32, F8_E4M3, ..."""
+    dtype: str  # as safetensors spells it: F32, F16, BF16, I32, F8_E4M3, ...
     shape: tuple[int, ...]
-    file: str
-    """Name within the checkpoint folder."""
+    file: str  # name within the checkpoint folder
     bytes: int
 
 
@@ -105,10 +103,11 @@ class VariantPlan(Record):
     format: str
     bits: int
     group_size: int
-    """-1: a whole row. 0: no groups; eight bits with one scale a row (FP8, INT8)."""
+    """-1: a whole row. 0: no groups; codes of eight bits for activations too (FP8, INT8), scaled as `scheme` says."""
     symmetric: bool
     rounding: str
     damping: float
+    scheme: str = "dynamic"
     modules: tuple[Module, ...]
     ignored: tuple[str, ...]
     """Linears kept as they are, by full name (lm_head among them where the model has one of its own)."""
@@ -120,6 +119,8 @@ class VariantPlan(Record):
 
 class Plan(Record):
     family: str
+    engine: Literal["onepass", "shards"] = "onepass"
+    """'shards': of a family that nobody knows; what needs no forward is made shard by shard."""
     variants: tuple[VariantPlan, ...]
     source_bytes: int
     peak_bytes: int
@@ -149,11 +150,11 @@ class Solution:
     """One linear, quantized. Codes with their scales."""
 
     codes_OI: Tensor
-    """INT4: uint8, 0..15. INT8: int8. FP8: float8_e4m3fn."""
+    """Groups: uint8, 0..15 or 0..255. INT8 with activations: int8. FP8: float8_e4m3fn."""
     scale_OG: Tensor
-    """In the dtype that is stored. Eight bits: [O, 1]."""
+    """In the dtype that is stored. FP8 and INT8: [O, 1]; block: [ceil(O / 128), ceil(I / 128)]; static: [1]."""
     zero_OG: Tensor | None
-    """uint8 zero points; None: symmetric (the zero point of INT4 is 8)."""
+    """uint8 zero points; None: symmetric (the zero point is the middle: 8, or 128)."""
     used: str
     """The method in truth: 'awq', 'gptq', 'rtn', 'fp8' or 'int8'."""
     damping: float
@@ -161,6 +162,8 @@ class Solution:
     """tr((W - Q) H (W - Q)T) / tr(W H WT) of what is stored."""
     rtn_error: float
     """The same for plain rounding."""
+    input_scale: Tensor | None = None
+    """FP8 static: float32 [1]."""
 
 
 class LedgerLine(Record):
@@ -170,7 +173,7 @@ class LedgerLine(Record):
     module: str
     asked: str
     used: str
-    tokens: int
+    tokens: int  # 0: made without a forward; errors are then of the weights alone, as if H were the identity
     damping: float
     error: float
     rtn_error: float
@@ -189,10 +192,8 @@ class Artifact(Record):
     quantized_origin: str | None
     recipe_digest: str
     versions: dict[str, str]
-    files: dict[str, str]
-    """sha256 of every other file of the folder."""
-    bytes: int
-    """Of the weight shards."""
+    files: dict[str, str]  # sha256 of every other file of the folder
+    bytes: int  # of the weight shards
 
 
 # Artifact ─evaluate→ Scores
@@ -203,8 +204,7 @@ class TaskScore(Record):
     value: float
     stderr: float
     n: int
-    chance: float | None = None
-    """What guessing gives, where that is known (0.25 for four choices)."""
+    chance: float | None = None  # what guessing gives, where that is known (0.25 for four choices)
 
 
 class Scores(Record):
@@ -237,8 +237,7 @@ class LoadRun(Record):
     completed: int
     failed: int
     output_tokens: int
-    output_throughput: float
-    """Output tokens per second."""
+    output_throughput: float  # output tokens per second
     median_ttft_ms: float
     p99_ttft_ms: float
     median_tpot_ms: float

@@ -94,3 +94,48 @@ def test_a_variant_takes_just_the_formats_that_load(method: str) -> None:
 def test_symmetry_that_vllm_refuses_is_refused(format: str, symmetric: bool) -> None:
     with pytest.raises(ValueError, match="only"):
         Variant.model_validate({"method": "rtn", "format": format, "symmetric": symmetric})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"method": "awq", "bits": 8}, "4 bits only"),
+        ({"method": "awq", "bits": 8, "format": "compressed-tensors"}, "4 bits only"),
+        ({"method": "gptq", "bits": 8, "format": "gptq"}, "use compressed-tensors"),
+        ({"method": "rtn", "bits": 8, "format": "awq"}, "use compressed-tensors"),
+        ({"method": "fp8", "bits": 4}, "eight bits"),
+        ({"method": "int8", "group_size": 64}, "no groups"),
+        ({"method": "fp8", "symmetric": False}, "only symmetric"),
+        ({"method": "int8", "scheme": "static"}, "dynamic only"),
+        ({"method": "int8", "scheme": "block"}, "dynamic only"),
+        ({"method": "gptq", "scheme": "dynamic"}, "methods fp8 and int8"),
+        ({"method": "gptq", "group_size": 0}, "no kernel"),
+        ({"method": "gptq", "group_size": 33}, "no kernel"),
+        ({"method": "gptq", "rounding": "nearest"}, "AWQ-scaled"),
+        ({"method": "gptq", "bits": 3}, "should be 4 or 8"),
+        ({"method": "fp8", "format": "awq"}, "cannot hold"),
+    ],
+)
+def test_what_no_loader_reads_is_refused_with_the_reason(wrong: dict[str, object], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        Variant.model_validate(wrong)
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({"method": "gptq", "bits": 8}, ("compressed-tensors", 8, 128, True, None)),
+        ({"method": "rtn", "bits": 8, "symmetric": False}, ("compressed-tensors", 8, 128, False, None)),
+        ({"method": "gptq", "format": "compressed-tensors"}, ("compressed-tensors", 4, 128, False, None)),
+        ({"method": "rtn", "group_size": -1}, ("awq", 4, -1, False, None)),
+        ({"method": "int8"}, ("compressed-tensors", 8, None, True, "dynamic")),
+        ({"method": "fp8", "scheme": "block"}, ("compressed-tensors", 8, None, True, "block")),
+        ({"method": "fp8", "scheme": "static"}, ("compressed-tensors", 8, None, True, "static")),
+    ],
+)
+def test_what_a_variant_leaves_out_is_what_its_method_implies(
+    asked: dict[str, object], expected: tuple[object, ...]
+) -> None:
+    made = Variant.model_validate(asked)
+    assert (made.format, made.bits, made.group_size, made.symmetric, made.scheme) == expected
+    assert Variant.model_validate_json(made.model_dump_json()) == made

@@ -41,7 +41,7 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> None:
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 def write_index(folder: Path, shard_names: Sequence[str]) -> None:
@@ -59,7 +59,7 @@ def write_index(folder: Path, shard_names: Sequence[str]) -> None:
             weight_map[name] = shard
             total += tensor.bytes
     write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
-    _sync_folder(folder)
+    sync_folder(folder)
 
 
 def finish(
@@ -94,7 +94,8 @@ def _copy(source: Path, target: Path) -> None:
     draft.replace(target)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder survive a loss of power."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

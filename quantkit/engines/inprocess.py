@@ -1,7 +1,7 @@
 """Load a model folder into transformers, whatever it is stored as: what evaluation runs.
 
-INT4 weights are unpacked to (q - z) * s in float32 and cast to the model's dtype once: q - z is exact there, so this
-is the weight that vLLM's kernels multiply with. FP8 and INT8 quantize activations per token, as their kernels do.
+Packed weights are unpacked to (q - z) * s in float32 and cast to the model's dtype once: q - z is exact there, so this
+is the weight that vLLM's kernels multiply with. FP8 and INT8 quantize activations, as their kernels do.
 """
 
 from __future__ import annotations
@@ -18,56 +18,58 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConf
 
 from quantkit.checkpoint.index import read_index
 from quantkit.checkpoint.read import Weights
+from quantkit.engines.codes import dense, unpack_module
 from quantkit.errors import ArtifactError, Fault
 from quantkit.pack import FORMATS, Codes
-from quantkit.solve.eight_bit import per_row
-from quantkit.solve.grids import MIDDLE, Grid, decode
+from quantkit.solve.eight_bit import SIDE, nearest, per_row
 
 _MARKS = ("qweight", "weight_packed", "weight_scale")
 
+_LEAST_SCALE = {torch.float8_e4m3fn: 1 / (448 * 512)}
+"""vLLM's FP8 kernels never scale a token by less than this."""
 
-class DynamicLinear(nn.Module):
-    """FP8 or INT8: a weight with a scale a row, activations in the same codes with a scale a token, as they come."""
+
+class EightBitLinear(nn.Module):
+    """FP8 or INT8: the weight's codes, and activations in the same codes, as vLLM's kernels quantize them.
+
+    A weight with a scale a row: a scale a token, as it comes. One a block of 128 x 128: one a token and 128 columns.
+    One for all: the calibrated one, beyond which activations clamp.
+    """
 
     def __init__(self, codes: Codes, bias_O: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
         self.out_features, self.in_features = codes.codes_OI.shape
         self.codes = codes.codes_OI.dtype
-        # Both codes are exact in bfloat16 and float16; products are summed in float32 by the matrix product.
-        self.weight = nn.Parameter(codes.codes_OI.to(dtype), requires_grad=False)
-        self.scale_O = nn.Parameter(codes.scale_OG.float().flatten(), requires_grad=False)
+        self.input_scale = codes.input_scale
+        scale = codes.scale_OG.float()
+        self.blocks = scale.ndim == 2 and scale.shape != (self.out_features, 1)
+        # Both codes are exact in bfloat16 and float16; products are summed in float32 by the matrix product. Scales
+        # that change within a row have to be multiplied in before, and that is exact in float32 alone.
+        weight_OI = dense(codes) if self.blocks else codes.codes_OI.to(dtype)
+        self.weight = nn.Parameter(weight_OI, requires_grad=False)
+        self.scale_O = None if self.blocks else nn.Parameter(scale.flatten(), requires_grad=False)
         self.bias = None if bias_O is None else nn.Parameter(bias_O, requires_grad=False)
 
     def forward(self, input_TI: Tensor) -> Tensor:
-        codes_TI, scale_T1 = per_row(input_TI, self.codes, dtype=torch.float32)
-        output_TO = functional.linear(codes_TI.to(self.weight.dtype), self.weight).float() * scale_T1 * self.scale_O
+        if self.scale_O is None:
+            output_TO = functional.linear(self._grouped(input_TI), self.weight)
+        else:
+            codes_TI, scale = self._quantized(input_TI)
+            output_TO = functional.linear(codes_TI.to(self.weight.dtype), self.weight).float() * scale * self.scale_O
         output_TO = output_TO.to(input_TI.dtype)
         return output_TO if self.bias is None else output_TO + self.bias
 
+    def _quantized(self, input_TI: Tensor) -> tuple[Tensor, Tensor]:
+        if self.input_scale is not None:
+            return nearest(input_TI.float() * self.input_scale.reciprocal(), self.codes), self.input_scale
+        return per_row(input_TI, self.codes, dtype=torch.float32, least=_LEAST_SCALE.get(self.codes, 0))
 
-def dense(codes: Codes) -> Tensor:
-    """float32 [O, I]."""
-    if codes.codes_OI.dtype != torch.uint8:
-        return codes.codes_OI.float() * codes.scale_OG.float()
-    scale_OG = codes.scale_OG.float()
-    zero_OG = torch.full_like(scale_OG, MIDDLE) if codes.zero_OG is None else codes.zero_OG.float()
-    return decode(codes.codes_OI, Grid(scale_OG, zero_OG))
-
-
-def unpack_module(weights: Weights, module: str, format: str) -> Codes:
-    """The codes of one stored linear. Raises ArtifactError where its tensors are not of that format."""
-    stored = {
-        name.removeprefix(module + "."): weights.get(name)
-        for name in weights.index.tensors
-        if name.startswith(module + ".") and name != f"{module}.bias"
-    }
-    try:
-        return FORMATS[format].unpack(stored)
-    except KeyError as error:
-        where = f"{weights.index.root}: {module}"
-        raise ArtifactError(
-            Fault(f"no tensor {error} for format {format}", where, "quantize the model again")
-        ) from None
+    def _grouped(self, input_TI: Tensor) -> Tensor:
+        """What the codes of each token and 128 columns stand for, float32."""
+        columns = input_TI.shape[-1]
+        padded = functional.pad(input_TI, (0, -columns % SIDE))
+        codes, scale = per_row(padded.reshape(*input_TI.shape[:-1], -1, SIDE), self.codes, dtype=torch.float32)
+        return (codes.float() * scale).flatten(-2)[..., :columns]
 
 
 def load_model(folder: Path) -> Any:
@@ -99,7 +101,7 @@ def load_model(folder: Path) -> Any:
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     model: Any = kind.from_pretrained(None, config=config, state_dict=state, dtype=dtype)
     for module, codes in dynamic.items():
-        model.set_submodule(module, DynamicLinear(codes, state.get(f"{module}.bias"), dtype))
+        model.set_submodule(module, EightBitLinear(codes, state.get(f"{module}.bias"), dtype))
     if (folder / "generation_config.json").is_file():
         text = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
         model.generation_config = GenerationConfig.from_dict(text)

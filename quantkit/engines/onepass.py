@@ -10,7 +10,6 @@ import hashlib
 import shutil
 import sys
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -19,18 +18,16 @@ from torch import Tensor
 from tqdm import tqdm
 
 from quantkit.calibrate.blocks import build_block, run_block
-from quantkit.checkpoint.manifest import MANIFEST, verify_manifest, write_manifest
 from quantkit.checkpoint.read import Weights
 from quantkit.checkpoint.write import finish, shard_name, write_shard
+from quantkit.engines.folders import Key, complete, fused_names, scratch, seal
 from quantkit.engines.variant import solve_block
 from quantkit.engines.verify import verify_artifact
-from quantkit.errors import ArtifactError, Fault
 from quantkit.families import Family, family_of
 from quantkit.pack import FORMATS
-from quantkit.records import Artifact, Index, LedgerLine, Plan, Record, VariantPlan, write_text
+from quantkit.records import Index, LedgerLine, Plan, Record, VariantPlan, write_text
 
 _BATCH_TOKENS = 4096
-_PACKAGES = ("quantkit", "torch", "transformers", "compressed-tensors", "safetensors")
 
 
 class _Done(Record):
@@ -41,13 +38,6 @@ class _Done(Record):
     """By variant and module."""
     changed: dict[str, tuple[str, ...]]
     """By variant: tensors that folding altered."""
-
-
-class _Key(Record):
-    """What the scratch folder belongs to."""
-
-    recipe: str
-    tokens: str
 
 
 def quantize(index: Index, plan: Plan, tokens_SL: Tensor, artifacts: Path, ledger: Path, recipe_digest: str) -> None:
@@ -62,9 +52,10 @@ def quantize(index: Index, plan: Plan, tokens_SL: Tensor, artifacts: Path, ledge
     family = family_of(index.config)
     blocks = family.blocks(index.config)
     folders = {variant.name: artifacts / variant.name for variant in plan.variants}
-    if ledger.exists() and all(_complete(folder, recipe_digest) for folder in folders.values()):
+    if ledger.exists() and all(complete(folder, recipe_digest) for folder in folders.values()):
         return
-    work = _scratch(artifacts, folders, recipe_digest, tokens_SL)
+    tokens = hashlib.sha256(tokens_SL.contiguous().numpy().tobytes()).hexdigest()
+    work = scratch(artifacts, folders, Key(recipe=recipe_digest, tokens=tokens))
     with Weights(index) as weights:
         first, hidden_SLD = _take_up(work, weights, family, blocks, tokens_SL)
         bar = tqdm(range(first, blocks), "quantize", blocks, initial=first, unit="block", file=sys.stderr)
@@ -120,59 +111,17 @@ def _close(
     prefixes = tuple(family.prefix(block) for block in range(blocks))
     rest = {name: weights.get(name) for name in index.tensors if not name.startswith(prefixes)}
     write_shard(folder / shard_name(blocks + 1, blocks + 1), rest)
-    fused = _fused_names(family, variant)
+    fused = fused_names(family.fused, family.fused_names, variant.ignored)
     shards = [shard_name(number + 1, blocks + 1) for number in range(blocks + 1)]
     finish(folder, index, shards, FORMATS[variant.format].config(variant, fused))
     done = [_Done.read(_done_path(work, block)) for block in range(blocks)]
     digests = {module: found for record in done for module, found in record.digests[variant.name].items()}
     changed = {name for record in done for name in record.changed[variant.name]}
     verify_artifact(folder, index, variant, digests, changed)
-    write_manifest(
-        folder,
-        variant=variant.name,
-        method=variant.method,
-        format=variant.format,
-        origin=index.origin,
-        quantized_origin=index.quantized_origin,
-        recipe_digest=recipe_digest,
-        versions={package: version(package) for package in _PACKAGES},
-    )
-
-
-def _fused_names(family: Family, variant: VariantPlan) -> dict[str, str]:
-    """By linear: what vLLM calls the linear that it is fused into."""
-    return {
-        name: name.removesuffix(part) + whole
-        for name in variant.ignored
-        for parts, whole in zip(family.fused, family.fused_names, strict=True)
-        for part in parts
-        if name.endswith("." + part)
-    }
+    seal(folder, index, variant, recipe_digest)
 
 
 # The scratch folder: artifacts/.work/{key.json, block-N.json, hidden-N.safetensors}
-
-
-def _complete(folder: Path, recipe_digest: str) -> bool:
-    """Whether the folder holds a finished artifact of this run, every byte of it read."""
-    if not (folder / MANIFEST).exists():
-        return False
-    return Artifact.read(folder / MANIFEST).recipe_digest == recipe_digest and bool(verify_manifest(folder))
-
-
-def _scratch(artifacts: Path, folders: Mapping[str, Path], recipe_digest: str, tokens_SL: Tensor) -> Path:
-    """The scratch folder of this run; what an unfinished run under other settings left is removed."""
-    for folder in folders.values():
-        if (folder / MANIFEST).exists() and Artifact.read(folder / MANIFEST).recipe_digest != recipe_digest:
-            do = "give the recipe another name, or delete that folder"
-            raise ArtifactError(Fault("the artifact of another recipe stands here", str(folder), do))
-    work = artifacts / ".work"
-    key = _Key(recipe=recipe_digest, tokens=hashlib.sha256(tokens_SL.contiguous().numpy().tobytes()).hexdigest())
-    if not (work / "key.json").exists() or _Key.read(work / "key.json") != key:
-        for stale in (work, *folders.values()):
-            shutil.rmtree(stale, ignore_errors=True)
-        key.write(work / "key.json")
-    return work
 
 
 def _take_up(work: Path, weights: Weights, family: Family, blocks: int, tokens_SL: Tensor) -> tuple[int, Tensor]:

@@ -11,18 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.engines.codes import EIGHT_BIT, dense, eight_bits
 from quantkit.errors import Fault, SolveError
 from quantkit.families import Family, Fold
 from quantkit.pack import FORMATS, Codes
 from quantkit.records import LedgerLine, Solution, Statistics, VariantPlan
 from quantkit.solve.awq import channel_scale
-from quantkit.solve.eight_bit import per_row
 from quantkit.solve.gptq import descend, gptq
 from quantkit.solve.grids import Grid, decode, encode, searched
 from quantkit.solve.linalg import energy_O
 from quantkit.solve.rtn import rtn
 
-_EIGHT_BIT = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 _SLACK = 1.01
 """A folded row has other scales after rounding them, so plain rounding itself moves by up to this factor."""
 
@@ -52,7 +51,7 @@ class _Folded:
 def digest(codes: Codes) -> str:
     """sha256 over codes, scales and zero points."""
     total = hashlib.sha256()
-    for tensor in (codes.codes_OI, codes.scale_OG, codes.zero_OG):
+    for tensor in (codes.codes_OI, codes.scale_OG, codes.zero_OG, codes.input_scale):
         if tensor is not None:
             total.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return total.hexdigest()
@@ -93,7 +92,7 @@ def solve_block(
     digests = {}
     for name, found in solutions.items():
         del tensors[f"{prefix}{name}.weight"]
-        codes = Codes(found.codes_OI, found.scale_OG, found.zero_OG)
+        codes = Codes(found.codes_OI, found.scale_OG, found.zero_OG, variant.bits, found.input_scale)
         tensors |= {f"{prefix}{name}.{end}": tensor for end, tensor in FORMATS[variant.format].pack(codes).items()}
         digests[prefix + name] = digest(codes)
     tokens = {name: statistics[group[0]].tokens for group in family.inputs for name in group}
@@ -198,19 +197,22 @@ def _solve_group(
         parts = zip(torch.split(lost_O, rows), torch.split(norm_O, rows), strict=True)
         return torch.stack([lost.sum() / norm.sum().clamp(min=1e-30) for lost, norm in parts])
 
-    if variant.method in _EIGHT_BIT:
-        values_OI, scale_O1 = per_row(weight_OI, _EIGHT_BIT[variant.method], dtype=dtype)
-        lost = errors(values_OI.float() * scale_O1.float())
-        parts = zip(group, torch.split(values_OI, rows), torch.split(scale_O1, rows), lost.tolist(), strict=True)
+    if variant.method in EIGHT_BIT:
+        made = eight_bits(variant.method, variant.scheme, [weights[name] for name in group], dtype, known.max_abs_I)
+        lost = errors(torch.cat([dense(codes) for codes in made])).tolist()
         return {
-            name: _checked(Solution(values, scale, None, variant.method, 0.0, error, error), prefix + name)
-            for name, values, scale, error in parts
+            name: _checked(
+                Solution(codes.codes_OI, codes.scale_OG, None, variant.method, 0.0, error, error, codes.input_scale),
+                prefix + name,
+            )
+            for name, codes, error in zip(group, made, lost, strict=True)
         }
-    plain_OI, plain = rtn(weight_OI, variant.group_size, symmetric=variant.symmetric, dtype=dtype)
+    kind: dict[str, Any] = {"symmetric": variant.symmetric, "dtype": dtype, "bits": variant.bits}
+    plain_OI, plain = rtn(weight_OI, variant.group_size, **kind)
     plain_errors = errors(decode(plain_OI, plain) / out_O[:, None] * in_I)
     found, damping = [], 0.0
     if variant.method != "rtn":
-        grid = searched(folded_OI, gram_II, variant.group_size, symmetric=variant.symmetric, dtype=dtype)
+        grid = searched(folded_OI, gram_II, variant.group_size, **kind)
         found.append((encode(folded_OI, grid), grid))
     if variant.method != "rtn" and variant.rounding == "gptq":
         try:
@@ -219,7 +221,7 @@ def _solve_group(
             raise SolveError(*(replace(fault, where=prefix + group[0]) for fault in error.faults)) from None
         found.insert(0, descend(folded_OI, gram_II, codes_OI, grid, damping=damping, dtype=dtype))
     # Only where the method's own rounding loses to plain rounding on this linear does the plain one stand in.
-    found.append(rtn(folded_OI, variant.group_size, symmetric=variant.symmetric, dtype=dtype))
+    found.append(rtn(folded_OI, variant.group_size, **kind))
     return _choose(variant, group, rows, found, errors, plain_errors, damping, dtype, prefix)
 
 

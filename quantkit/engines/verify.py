@@ -9,7 +9,7 @@ import torch
 
 from quantkit.checkpoint.index import read_index
 from quantkit.checkpoint.read import Weights
-from quantkit.engines.inprocess import unpack_module
+from quantkit.engines.codes import unpack_module
 from quantkit.engines.variant import digest
 from quantkit.errors import ArtifactError, Fault
 from quantkit.pack import FORMATS

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from quantkit.pack import awq, compressed_tensors, gptq
-from quantkit.pack.nibbles import Codes
+from quantkit.pack.words import Codes
 from quantkit.records import VariantPlan
 
 

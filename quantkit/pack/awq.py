@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from quantkit.pack.nibbles import Codes, pack_columns, unpack_columns
+from quantkit.pack.words import Codes, pack_columns, unpack_columns
 from quantkit.records import VariantPlan
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -16,17 +16,17 @@ _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 def pack(codes: Codes) -> dict[str, Tensor]:
     assert codes.zero_OG is not None  # noqa: S101 - the recipe gives this format only asymmetric grids
     return {
-        "qweight": pack_columns(codes.codes_OI.T, _ORDER),
-        "qzeros": pack_columns(codes.zero_OG.T, _ORDER),
+        "qweight": pack_columns(codes.codes_OI.T, order=_ORDER),
+        "qzeros": pack_columns(codes.zero_OG.T, order=_ORDER),
         "scales": codes.scale_OG.T.contiguous(),
     }
 
 
 def unpack(tensors: Mapping[str, Tensor]) -> Codes:
     return Codes(
-        unpack_columns(tensors["qweight"], _ORDER).T.contiguous(),
+        unpack_columns(tensors["qweight"], order=_ORDER).T.contiguous(),
         tensors["scales"].T.contiguous(),
-        unpack_columns(tensors["qzeros"], _ORDER).T.contiguous(),
+        unpack_columns(tensors["qzeros"], order=_ORDER).T.contiguous(),
     )
 
 

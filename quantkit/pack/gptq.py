@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.pack.nibbles import Codes, pack_columns, unpack_columns
+from quantkit.pack.words import Codes, pack_columns, unpack_columns
 from quantkit.records import VariantPlan
 
 _ZERO = 8

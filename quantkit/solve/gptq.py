@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantkit.solve.grids import TOP, Grid
+from quantkit.solve.grids import Grid
 from quantkit.solve.linalg import inverse_factor, ridge
 
 _SPAN = 16
@@ -43,7 +43,7 @@ def gptq(
         for column in reversed(range(start, end)):
             scale_O, zero_O = scale_GO[group_I[column]], zero_GO[group_I[column]]
             wish_O = work_IO[column]
-            code_O = torch.div(wish_O, scale_O).add_(zero_O).round_().clamp_(0, TOP)
+            code_O = torch.div(wish_O, scale_O).add_(zero_O).round_().clamp_(0, grid.top)
             codes_IO[column] = code_O
             error_O = torch.addcmul(wish_O, code_O.sub_(zero_O), scale_O, value=-1, out=errors_BO[column - start])
             error_O.div_(pivots[column])
@@ -82,7 +82,7 @@ def descend(
         for group in range(columns // width):
             start = group * width
             span = slice(start, start + width)
-            low_O, high_O = -zero_GO[group], TOP - zero_GO[group]
+            low_O, high_O = -zero_GO[group], grid.top - zero_GO[group]
             scale_O = scale_GO[group]
             before_CO = steps_IO[span] * scale_O
             gram_CC = gram_II[span, span] + shift * torch.eye(width)
@@ -104,7 +104,7 @@ def descend(
             pull_IO.addmm_(gram_II[:, span], moved_CO, alpha=-1)
             pull_IO[span] -= shift * moved_CO
     codes = (steps_IO + zero_GO.repeat_interleave(width, 0)).T.to(torch.uint8).contiguous()
-    return codes, Grid(scale_GO.T.contiguous(), grid.zero_OG)
+    return codes, Grid(scale_GO.T.contiguous(), grid.zero_OG, grid.top)
 
 
 def _refit(steps_CO: Tensor, pull_CO: Tensor, gram_CC: Tensor, scale_O: Tensor, dtype: torch.dtype) -> Tensor:

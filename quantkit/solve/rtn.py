@@ -8,7 +8,9 @@ from torch import Tensor
 from quantkit.solve.grids import Grid, encode, minmax
 
 
-def rtn(weight_OI: Tensor, group_size: int, *, symmetric: bool, dtype: torch.dtype) -> tuple[Tensor, Grid]:
+def rtn(
+    weight_OI: Tensor, group_size: int, *, symmetric: bool, dtype: torch.dtype, bits: int = 4
+) -> tuple[Tensor, Grid]:
     """Codes (uint8 [O, I]) and grid of a float32 weight; `dtype` is what scales are stored in."""
-    grid = minmax(weight_OI, group_size, symmetric=symmetric, dtype=dtype)
+    grid = minmax(weight_OI, group_size, symmetric=symmetric, dtype=dtype, bits=bits)
     return encode(weight_OI, grid), grid

@@ -20,7 +20,7 @@ from quantkit.checkpoint.index import read_index
 from quantkit.checkpoint.manifest import verify_manifest
 from quantkit.checkpoint.read import Weights
 from quantkit.engines import variant as solving
-from quantkit.engines.inprocess import load_model
+from quantkit.engines.inprocess import EightBitLinear, load_model
 from quantkit.engines.onepass import quantize
 from quantkit.errors import ArtifactError, SolveError
 from quantkit.families import family_of
@@ -65,6 +65,10 @@ def every_variant(index: Index) -> tuple[VariantPlan, ...]:
         variant(index, "rtn", "rtn", "awq", False),
         variant(index, "fp8", "fp8", "compressed-tensors", True, group_size=0, bits=8),
         variant(index, "int8", "int8", "compressed-tensors", True, group_size=0, bits=8),
+        variant(index, "static", "fp8", "compressed-tensors", True, group_size=0, bits=8, scheme="static"),
+        variant(index, "block", "fp8", "compressed-tensors", True, group_size=0, bits=8, scheme="block"),
+        variant(index, "gptq8", "gptq", "compressed-tensors", True, bits=8),
+        variant(index, "rtn8", "rtn", "compressed-tensors", False, bits=8, group_size=-1),
     )
 
 
@@ -148,6 +152,8 @@ def test_every_variant_loads_near_its_source_and_is_no_worse_than_plain(kind: st
         found = logits(folder)
         divergence[plan.name] = float((source.exp() * (source - found)).sum(-1).mean())
     assert divergence["int8"] < divergence["fp8"] < divergence["awq"] < divergence["rtn"]
+    assert divergence["gptq8"] < divergence["rtn8"] < divergence["int8"]
+    assert max(divergence["static"], divergence["block"]) < divergence["awq"]
     assert not (tmp_path / "out" / "artifacts" / ".work").exists()
 
 
@@ -298,19 +304,17 @@ def test_identical_tokens_and_zero_rows_are_solved_without_nan(tmp_path: Path) -
         kv_bytes_per_token=0, target="cpu",
     )  # fmt: skip
     quantize(index, plan, torch.full((10, 8), 5), tmp_path / "a", tmp_path / "ledger.jsonl", "digest")
-    for name in ("awq", "gptq", "fp8", "int8"):
+    for name in ("awq", "gptq", "fp8", "int8", "static", "block", "rtn8"):
         assert torch.isfinite(logits(tmp_path / "a" / name)).all()
 
 
 @pytest.mark.parametrize(("name", "largest"), [("fp8", 448), ("int8", 127)])
 def test_eight_bits_quantize_activations_too(tmp_path: Path, name: str, largest: int) -> None:
-    from quantkit.engines.inprocess import DynamicLinear
-
     index = read_index(make_model(tmp_path / "model"))
-    run(index, every_variant(index)[5:], tmp_path / "out")
+    run(index, every_variant(index)[5:7], tmp_path / "out")
     model = load_model(tmp_path / "out" / "artifacts" / name)
     linear = model.model.layers[0].mlp.up_proj
-    assert isinstance(linear, DynamicLinear)
+    assert isinstance(linear, EightBitLinear)
     token = torch.randn(1, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
     scale = token.float().abs().max() / largest
     codes = token.float() / scale
@@ -319,3 +323,54 @@ def test_eight_bits_quantize_activations_too(tmp_path: Path, name: str, largest:
     dense = linear.weight.double() * linear.scale_O.double()[:, None]
     torch.testing.assert_close(linear(token).double(), rounded @ dense.T, rtol=2**-7, atol=1e-3)
     assert not linear(torch.zeros(1, 64).bfloat16()).any()
+
+
+def test_static_activations_have_the_calibrated_scale_and_clamp_beyond_it(tmp_path: Path) -> None:
+    index = read_index(make_model(tmp_path / "model"))
+    run(index, every_variant(index)[7:8], tmp_path / "out")
+    folder = tmp_path / "out" / "artifacts" / "static"
+    stored = tensors_of(folder)
+    tokens = torch.randint(0, 64, (8, 32), generator=torch.Generator().manual_seed(0))  # as `run` calibrates
+    source = load_model(index.root)
+    seen: dict[str, float] = {}
+    for name, module in source.named_modules():
+        if f"{name}.input_scale" in stored:
+            note = lambda _, inputs, name=name: seen.update({name: float(inputs[0].abs().max())})  # noqa: E731
+            module.register_forward_pre_hook(note)
+    with torch.inference_mode():
+        source(tokens)
+    assert len(seen) == 7 * BLOCKS
+    for name, largest in seen.items():
+        # Batches of other sizes may round a bfloat16 differently.
+        assert float(stored[f"{name}.input_scale"]) * 448 == pytest.approx(largest, rel=0.02)
+    for block in range(BLOCKS):
+        for parts in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
+            ends = [[float(stored[f"model.layers.{block}.{part}.{end}"]) for part in parts] for end in
+                    ("weight_scale", "input_scale")]  # fmt: skip
+            assert all(len(set(values)) == 1 for values in ends)
+    linear = load_model(folder).model.layers[1].mlp.down_proj
+    limit = 448 * float(linear.input_scale)
+    loud = torch.full((1, 128), 50 * limit).bfloat16()
+    loud[0, ::2] *= -1
+    assert torch.equal(linear(loud), linear(loud.clamp(-limit, limit)))
+
+
+def test_block_activations_are_scaled_by_128_columns(tmp_path: Path) -> None:
+    random = torch.Generator().manual_seed(5)
+    weight_OI = torch.randn(130, 200, generator=random)
+    from quantkit.engines.codes import eight_bits
+
+    (codes,) = eight_bits("fp8", "block", [weight_OI], torch.bfloat16)
+    linear = EightBitLinear(codes, None, torch.bfloat16)
+    input_TI = torch.randn(3, 200, generator=random).bfloat16() * 100
+    input_TI[0] = 0
+    expected_TO = torch.zeros(3, 130, dtype=torch.float64)
+    for left in (0, 128):
+        part_TC = input_TI[:, left : left + 128].double()
+        scale_T = part_TC.abs().amax(1).float() / 448
+        codes_TC = (part_TC.float() / scale_T[:, None].clamp(min=1e-20)).to(torch.float8_e4m3fn).double()
+        for top in (0, 128):
+            block_OC = codes.codes_OI[top : top + 128, left : left + 128].double()
+            scale = float(codes.scale_OG[top // 128, left // 128])
+            expected_TO[:, top : top + 128] += scale_T[:, None].double() * scale * (codes_TC @ block_OC.T)
+    torch.testing.assert_close(linear(input_TI).double(), expected_TO, rtol=2**-7, atol=1e-2)
