@@ -18,13 +18,12 @@ from typing import Any
 from unittest.mock import patch
 
 import click
-import torch
 from quality import machine, variant_plan, windows
 from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from quantkit.calibrate.blocks import build_block, run_block
+from quantkit.calibrate.blocks import build_block, embed, run_block
 from quantkit.checkpoint.read import Weights
 from quantkit.checkpoint.source import materialise, open_source
 from quantkit.engines import variant as engine
@@ -86,7 +85,7 @@ def gather(index: Index, tokens_SL: Tensor) -> list[tuple[dict[str, Tensor], dic
     family = family_of(index.config)
     found = []
     with Weights(index) as weights:
-        hidden_SLD = torch.nn.functional.embedding(tokens_SL, weights.get(f"{family.embedding}.weight"))
+        hidden_SLD = embed(family, weights.get(f"{family.embedding}.weight"), tokens_SL)
         for block in tqdm(range(family.blocks(index.config)), "blocks"):
             prefix = family.prefix(block)
             source = {name.removeprefix(prefix): weights.get(name) for name in index.tensors if name.startswith(prefix)}

@@ -18,10 +18,13 @@ class Fold:
     """`before` can be divided by a scale per channel that the columns of `linears` are multiplied by."""
 
     before: str
-    """A norm (one weight per channel) or a linear (one output row per channel)."""
+    """A norm (one weight per channel), or a linear (one output row per channel; of q/k/v or gate/up stored as one
+    linear the last rows are the channels)."""
     linears: tuple[str, ...]
     repeats_heads: bool = False
     """Grouped queries repeat the output heads of `before`: the scale is one per channel of the stored heads."""
+    adds_one: bool = False
+    """The norm multiplies by 1 + its weight."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,8 @@ class Family:
     """Linears (last part of the name) that vLLM fuses into one, so that their schemes must agree."""
     fused_names: tuple[str, ...]
     """What vLLM calls each of `fused`."""
+    scales_embedding: bool = False
+    """The first block reads the embedding times the square root of its width."""
     layers: str = "model.layers"
     embedding: str = "model.embed_tokens"
     head: str = "lm_head"
@@ -70,30 +75,47 @@ class Family:
 
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+_MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 
-def _gated(name: str) -> Family:
-    """Pre-norm block with q/k/v/o attention and a gated MLP: Llama and those that kept its names."""
+def _family(
+    name: str,
+    qkv: tuple[str, ...] = _QKV,
+    mlp: tuple[str, ...] = _MLP,
+    mlp_norm: str = "post_attention_layernorm",
+    adds_one: bool = False,
+    scales_embedding: bool = False,
+) -> Family:
+    """Norm, attention, norm, gated MLP. The last of `qkv` makes v; the last two of `mlp` make up and down."""
+    gate_up, down = mlp[:-1], mlp[-1:]
+    named = {"qkv_proj": qkv, "gate_up_proj": gate_up}
+    fused = {whole: tuple(n.rpartition(".")[2] for n in parts) for whole, parts in named.items() if len(parts) > 1}
     return Family(
         name=name,
-        inputs=(_QKV, ("self_attn.o_proj",), _GATE_UP, ("mlp.down_proj",)),
+        inputs=(qkv, ("self_attn.o_proj",), gate_up, down),
         folds=(
-            Fold("input_layernorm", _QKV),
-            Fold("self_attn.v_proj", ("self_attn.o_proj",), repeats_heads=True),
-            Fold("post_attention_layernorm", _GATE_UP),
-            Fold("mlp.up_proj", ("mlp.down_proj",)),
+            Fold("input_layernorm", qkv, adds_one=adds_one),
+            Fold(qkv[-1], ("self_attn.o_proj",), repeats_heads=True),
+            Fold(mlp_norm, gate_up, adds_one=adds_one),
+            Fold(gate_up[-1], down),
         ),
-        fused=(("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")),
-        fused_names=("qkv_proj", "gate_up_proj"),
+        fused=tuple(fused.values()),
+        fused_names=tuple(fused),
+        scales_embedding=scales_embedding,
     )
 
 
-FAMILIES: dict[str, Family] = {
-    "llama": _gated("llama"),  # Llama 2 and 3, SmolLM
-    "mistral": _gated("mistral"),
-    "qwen2": _gated("qwen2"),  # biases on q, k, v
-}
+_TABLE = (
+    _family("llama"),  # Llama 2 and 3, SmolLM
+    _family("mistral"),
+    _family("qwen2"),  # biases on q, k, v
+    _family("qwen3"),  # norms on the heads of q and k, behind the linears
+    _family("phi3", qkv=("self_attn.qkv_proj",), mlp=("mlp.gate_up_proj", "mlp.down_proj")),  # Phi-3, Phi-4
+    _family("gemma2", mlp_norm="pre_feedforward_layernorm", adds_one=True, scales_embedding=True),
+    _family("gemma3_text", mlp_norm="pre_feedforward_layernorm", adds_one=True, scales_embedding=True),
+)
+
+FAMILIES: dict[str, Family] = {family.name: family for family in _TABLE}
 """By `model_type` of config.json."""
 
 

@@ -122,3 +122,51 @@ def tiny_llama() -> TinyLlama:
         return folder
 
     return make
+
+
+TinyFamily = Callable[..., Path]
+_WINDOW = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}
+_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
+_OWN: dict[str, dict[str, object]] = {
+    "mistral": {"sliding_window": 8},
+    "qwen2": _WINDOW,
+    "qwen3": {**_WINDOW, "head_dim": 32},
+    "phi3": {"sliding_window": 8, "pad_token_id": 0},
+    "gemma2": {"sliding_window": 8, "head_dim": 32, "query_pre_attn_scalar": 32},
+    "gemma3_text": {"sliding_window": 8, "head_dim": 32, "query_pre_attn_scalar": 32, "layer_types": _LAYERS},
+}
+
+
+@pytest.fixture(scope="session")
+def tiny_family() -> TinyFamily:
+    """make(folder, kind, dtype="bfloat16", **config): a random model of three blocks, of the family's own class.
+
+    hidden 64, MLP 128, 4 heads, 2 KV heads, vocabulary 64, tied embeddings, loud norms and biases; blocks differ in
+    their attention windows (of 8 tokens) where the family's can.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    def make(folder: Path, kind: str, dtype: str = "bfloat16", **changes: object) -> Path:
+        torch.manual_seed(1)
+        fields: dict[str, object] = {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 64,
+            "tie_word_embeddings": True,
+            "dtype": dtype,
+        }
+        config = AutoConfig.for_model(kind, **(fields | _OWN.get(kind, {}) | changes))
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        rest = 0.0 if kind.startswith("gemma") else 1.0
+        with torch.no_grad():
+            for parameter in model.parameters():
+                around, spread = (rest, 0.5) if parameter.ndim == 1 else (0.0, 0.2)
+                parameter.copy_(around + spread * torch.randn_like(parameter))
+        model.save_pretrained(folder)
+        return folder
+
+    return make

@@ -11,7 +11,16 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
 from quantkit.calibrate.statistics import Gathering
+from quantkit.families import Family
 from quantkit.records import Statistics
+
+
+def embed(family: Family, table_VD: Tensor, tokens_SL: Tensor) -> Tensor:
+    """The hidden states [S, L, D] that enter the first block."""
+    hidden_SLD = nn.functional.embedding(tokens_SL, table_VD)
+    if family.scales_embedding:
+        hidden_SLD *= torch.tensor(table_VD.shape[1] ** 0.5).to(table_VD.dtype)
+    return hidden_SLD
 
 
 def build_block(config: Mapping[str, Any], tensors: Mapping[str, Tensor], number: int, batch: Tensor) -> nn.Module:
@@ -22,16 +31,13 @@ def build_block(config: Mapping[str, Any], tensors: Mapping[str, Tensor], number
     Args:    tensors: the block's, by their name within it. batch: any tensor of the dtype to compute in.
     Raises:  RuntimeError: a tensor is missing, or none of the block's.
     """
-    fields = copy.deepcopy(dict(config))
-    if isinstance(kinds := fields.get("layer_types"), list):
-        fields["layer_types"] = kinds[number : number + 1]
-    if "max_window_layers" in fields:  # Qwen2: blocks from this one on slide their window
-        fields["max_window_layers"] = max(0, fields["max_window_layers"] - number)
-    fields["num_hidden_layers"] = 1
-    fields = {key: value for key, value in fields.items() if key not in ("torch_dtype", "dtype")}
-    settings = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    fields = {key: value for key, value in config.items() if key not in ("model_type", "torch_dtype", "dtype")}
+    settings = AutoConfig.for_model(config["model_type"], **copy.deepcopy(fields))
+    if getattr(settings, "layer_types", None):
+        settings.layer_types = settings.layer_types[number : number + 1]
+    settings.num_hidden_layers = 1
     with torch.device("meta"):
-        decoder: Any = AutoModel.from_config(settings, attn_implementation="sdpa", dtype=batch.dtype)
+        decoder: Any = AutoModel.from_config(settings, dtype=batch.dtype)
     decoder.layers[0].load_state_dict(dict(tensors), strict=True, assign=True)
     decoder.norm = nn.Identity()
     decoder.rotary_emb = type(decoder.rotary_emb)(config=decoder.config)

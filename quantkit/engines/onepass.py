@@ -12,12 +12,11 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from safetensors import safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from quantkit.calibrate.blocks import build_block, run_block
+from quantkit.calibrate.blocks import build_block, embed, run_block
 from quantkit.checkpoint.read import Weights
 from quantkit.checkpoint.write import finish, shard_name, write_shard
 from quantkit.engines.folders import Key, complete, fused_names, scratch, seal
@@ -128,8 +127,7 @@ def _take_up(work: Path, weights: Weights, family: Family, blocks: int, tokens_S
     """The first block that is not done, and the hidden states that enter it."""
     first = next((block for block in range(blocks) if not _done_path(work, block).exists()), blocks)
     if first == 0:
-        table_VD = weights.get(f"{family.embedding}.weight")
-        return 0, torch.nn.functional.embedding(tokens_SL, table_VD)
+        return 0, embed(family, weights.get(f"{family.embedding}.weight"), tokens_SL)
     with safe_open(_hidden_path(work, first), framework="pt") as file:
         hidden_SLD: Tensor = file.get_tensor("hidden")
         return first, hidden_SLD.clone()

@@ -118,14 +118,28 @@ def _foldable(fold: Fold, weights: Mapping[str, Tensor], source: Mapping[str, Te
     return all(name in weights for name in fold.linears) and (before_is_norm or fold.before in weights)
 
 
-def _channels(fold: Fold, config: Mapping[str, Any], columns: int, channels: int) -> Tensor:
-    """Which channel of `fold.before` feeds each column of its linears."""
+def _channels(fold: Fold, config: Mapping[str, Any], columns: int, rows: int) -> Tensor:
+    """Which channel of `fold.before`, of so many rows, feeds each column of its linears."""
+    channels = rows
+    if rows > columns:  # q/k/v or gate/up in one linear
+        channels = (rows - columns) // 2 if fold.repeats_heads else columns
     column_I = torch.arange(columns)
-    if not fold.repeats_heads or columns == channels:
+    if columns == channels:
         return column_I
     width = int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
     repeats = columns // channels
     return column_I // width // repeats * width + column_I % width
+
+
+def _folded_norm(weight_C: Tensor, scale_C: Tensor, *, adds_one: bool) -> tuple[Tensor, Tensor]:
+    """The norm divided by the scale, as it is stored, and the scale that this rounding left."""
+    one = 1.0 if adds_one else 0.0
+    gain_C = weight_C.float() + one
+    stored_C = (gain_C / scale_C - one).to(weight_C.dtype)
+    # A gain that rounding would take to zero loses its channel: that one stays as it is.
+    stored_C = torch.where(stored_C.float() + one == 0, weight_C, stored_C)
+    left_C = stored_C.float() + one
+    return stored_C, torch.where(left_C != 0, gain_C / left_C, 1.0)
 
 
 def _fold(
@@ -151,16 +165,15 @@ def _fold(
             dtype=scale_dtype(before.dtype),
         )
         if before.ndim == 1:
-            # The stored norm is rounded, so the scale that the linears see is what that rounding left.
-            norm_C = (before.float() / scale_C).to(before.dtype)
-            scale_C = torch.where(norm_C != 0, before.float() / norm_C.float(), 1.0)
+            norm_C, scale_C = _folded_norm(before, scale_C, adds_one=fold.adds_one)
             folded.changed[f"{fold.before}.weight"] = norm_C
         else:
-            folded.weights[fold.before] = folded.weights[fold.before] / scale_C[:, None]
-            folded.out_scale[fold.before] = scale_C
+            out_O = torch.cat([torch.ones(len(before) - len(scale_C)), scale_C])
+            folded.weights[fold.before] = folded.weights[fold.before] / out_O[:, None]
+            folded.out_scale[fold.before] = out_O
             if f"{fold.before}.bias" in source:
-                bias_C = source[f"{fold.before}.bias"]
-                folded.changed[f"{fold.before}.bias"] = (bias_C.float() / scale_C).to(bias_C.dtype)
+                bias_O = source[f"{fold.before}.bias"]
+                folded.changed[f"{fold.before}.bias"] = (bias_O.float() / out_O).to(bias_O.dtype)
         for name in fold.linears:
             folded.weights[name] = folded.weights[name] * scale_C[channel_I]
             folded.in_scale[name] = scale_C[channel_I]

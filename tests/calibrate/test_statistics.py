@@ -1,15 +1,12 @@
-"""Laws of what is kept of an input, and of running a block."""
+"""Laws of what is kept of an input."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from quantkit.calibrate.blocks import build_block, run_block
 from quantkit.calibrate.statistics import Gathering
 from quantkit.errors import SolveError
-from quantkit.families import FAMILIES
 
 
 def inputs(samples: int = 6, length: int = 10, columns: int = 300) -> torch.Tensor:
@@ -62,30 +59,3 @@ def test_the_precision_of_other_products_stays() -> None:
     before = torch.get_float32_matmul_precision()
     gather(inputs())
     assert torch.get_float32_matmul_precision() == before
-
-
-@pytest.mark.parametrize("kind", FAMILIES)
-@pytest.mark.parametrize("batch", [1, 4])
-def test_blocks_one_by_one_are_the_whole_model(kind: str, batch: int) -> None:
-    torch.manual_seed(0)
-    extra = {"sliding_window": 4} if kind == "mistral" else {}
-    if kind == "qwen2":
-        extra = {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 1}
-    config = AutoConfig.for_model(
-        kind, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=40, **extra,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
-    tokens = torch.randint(0, 40, (4, 12))
-    with torch.no_grad():
-        expected = model.model(tokens).last_hidden_state
-        hidden = model.model.embed_tokens(tokens)
-    state = model.state_dict()
-    for block in range(3):
-        prefix = FAMILIES[kind].prefix(block)
-        tensors = {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
-        decoder = build_block(config.to_dict(), tensors, block, hidden)
-        statistics = run_block(decoder, hidden, FAMILIES[kind].inputs, batch=batch, where=prefix)
-        assert {known.tokens for known in statistics.values()} == {48}
-    with torch.no_grad():
-        torch.testing.assert_close(model.model.norm(hidden), expected, rtol=1e-5, atol=1e-5)
