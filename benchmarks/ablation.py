@@ -90,7 +90,7 @@ def gather(index: Index, tokens_SL: Tensor) -> list[tuple[dict[str, Tensor], dic
             prefix = family.prefix(block)
             source = {name.removeprefix(prefix): weights.get(name) for name in index.tensors if name.startswith(prefix)}
             decoder = build_block(index.config, source, block, hidden_SLD)
-            found.append((source, run_block(decoder, hidden_SLD, family.inputs, batch=8, where=prefix)))
+            found.append((source, run_block(decoder, hidden_SLD, family, batch=8, where=prefix)))
     return found
 
 

@@ -134,6 +134,8 @@ _OWN: dict[str, dict[str, object]] = {
     "phi3": {"sliding_window": 8, "pad_token_id": 0},
     "gemma2": {"sliding_window": 8, "head_dim": 32, "query_pre_attn_scalar": 32},
     "gemma3_text": {"sliding_window": 8, "head_dim": 32, "query_pre_attn_scalar": 32, "layer_types": _LAYERS},
+    "mixtral": {"sliding_window": 8, "num_local_experts": 4},
+    "qwen3_moe": {"head_dim": 32, "moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2},
 }
 
 

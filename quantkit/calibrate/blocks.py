@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
-from quantkit.calibrate.statistics import Gathering
-from quantkit.families import Family
+from quantkit.calibrate.experts import split_experts
+from quantkit.calibrate.statistics import Gathering, finish_all
+from quantkit.families import Family, family_of
 from quantkit.records import Statistics
 
 
@@ -31,6 +32,7 @@ def build_block(config: Mapping[str, Any], tensors: Mapping[str, Tensor], number
     Args:    tensors: the block's, by their name within it. batch: any tensor of the dtype to compute in.
     Raises:  RuntimeError: a tensor is missing, or none of the block's.
     """
+    family = family_of(config)
     fields = {key: value for key, value in config.items() if key not in ("model_type", "torch_dtype", "dtype")}
     settings = AutoConfig.for_model(config["model_type"], **copy.deepcopy(fields))
     if getattr(settings, "layer_types", None):
@@ -38,7 +40,9 @@ def build_block(config: Mapping[str, Any], tensors: Mapping[str, Tensor], number
     settings.num_hidden_layers = 1
     with torch.device("meta"):
         decoder: Any = AutoModel.from_config(settings, dtype=batch.dtype)
-    decoder.layers[0].load_state_dict(dict(tensors), strict=True, assign=True)
+    split_experts(decoder.layers[0], family)
+    loaded = {family.loaded(name): tensor for name, tensor in tensors.items()}
+    decoder.layers[0].load_state_dict(loaded, strict=True, assign=True)
     decoder.norm = nn.Identity()
     decoder.rotary_emb = type(decoder.rotary_emb)(config=decoder.config)
     made: nn.Module = decoder.eval()
@@ -48,23 +52,24 @@ def build_block(config: Mapping[str, Any], tensors: Mapping[str, Tensor], number
 def run_block(
     decoder: nn.Module,
     hidden_SLD: Tensor,
-    inputs: Sequence[Sequence[str]],
+    family: Family,
     *,
     batch: int,
     where: str,
 ) -> dict[str, Statistics]:
     """Run every sample through the block; `hidden_SLD` is overwritten with the block's output.
 
-    Args:    inputs: the linears of the block in groups that share one input. batch: samples at a time.
-             where: prefix of the names, for errors.
-    Returns: statistics by the first linear of each group.
+    Args:    family: its `inputs` are watched. batch: samples at a time. where: prefix of the names, for errors.
+    Returns: statistics by the first linear of each input.
     Raises:  SolveError: an input is not finite, or a linear was never called.
     """
     layer: Any = decoder.layers[0]  # type: ignore[index]  # a ModuleList, which nn.Module's attributes do not show
     gatherings, hooks = {}, []
-    for first, *_ in inputs:
-        linear = layer.get_submodule(first)
-        gatherings[first] = Gathering(linear.in_features)
+    # Where experts share an input, each sees a part of the tokens; their router sees all.
+    routers = {fold.linears[0]: fold.also[0] for fold in family.folds if fold.also}
+    for first, *_ in family.inputs:
+        linear: Any = layer.get_submodule(family.loaded(routers.get(first, first)))
+        gatherings[first] = Gathering(linear.weight.shape[1])
         hooks.append(linear.register_forward_pre_hook(_watch(gatherings[first])))
     try:
         with torch.inference_mode():
@@ -74,7 +79,7 @@ def run_block(
     finally:
         for hook in hooks:
             hook.remove()
-    return {first: gathering.finish(where + first) for first, gathering in gatherings.items()}
+    return finish_all(gatherings, family.pooled, where)
 
 
 def _watch(gathering: Gathering) -> Any:

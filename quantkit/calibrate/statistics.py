@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from quantkit.errors import Fault, SolveError
 from quantkit.records import Statistics
 
 _STRIPE = 192
+_THIN = 8
+"""An expert that fewer tokens reach than an eighth of its columns is solved on what all experts saw."""
 
 
 class Gathering:
@@ -38,6 +41,26 @@ class Gathering:
                 end = start + _STRIPE
                 self._gram_II[start:end, :end].addmm_(wide_TI[:, start:end].T, wide_TI[:, :end])
 
+    @property
+    def tokens(self) -> int:
+        return self._tokens
+
+    @property
+    def thin(self) -> bool:
+        """Too few tokens to tell one direction of the input from another."""
+        return self._tokens * _THIN < len(self._abs_I)
+
+    @classmethod
+    def together(cls, parts: Collection[Gathering]) -> Gathering:
+        """As if one had seen what each of `parts` saw."""
+        whole = cls(max(len(part._abs_I) for part in parts))
+        for part in parts:
+            whole._gram_II += part._gram_II
+            whole._abs_I += part._abs_I
+            whole._max_I = torch.maximum(whole._max_I, part._max_I)
+            whole._tokens += part._tokens
+        return whole
+
     def finish(self, where: str) -> Statistics:
         """Raises SolveError naming `where`: no token came by, or an input was not finite."""
         if not self._tokens:
@@ -53,6 +76,21 @@ class Gathering:
             do = "the source model overflows on these samples; check it, or calibrate in bfloat16"
             raise SolveError(Fault("an input of this module is not finite", where, do))
         return Statistics(gram_II, self._abs_I / self._tokens, self._max_I, self._tokens)
+
+
+def finish_all(gatherings: Mapping[str, Gathering], pooled: Collection[str], where: str) -> dict[str, Statistics]:
+    """Statistics by name. A thin one of `pooled`, experts of one block, gets those of all; its token count stays.
+
+    Raises SolveError naming `where` and the name: no token came by, or an input was not finite.
+    """
+    thin = [name for name in pooled if gatherings[name].thin]
+    # First, for `finish` makes means of the sums in place.
+    everyone = Gathering.together([gatherings[name] for name in pooled]) if thin else None
+    found = {name: gathering.finish(where + name) for name, gathering in gatherings.items() if name not in thin}
+    if everyone:
+        shared = everyone.finish(where + thin[0])
+        found |= {name: replace(shared, tokens=gatherings[name].tokens) for name in thin}
+    return found
 
 
 @contextmanager

@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConfig
 
+from quantkit.calibrate.experts import split_experts
 from quantkit.checkpoint.index import read_index
 from quantkit.checkpoint.read import Weights
 from quantkit.engines.codes import dense, unpack_module
 from quantkit.errors import ArtifactError, Fault
+from quantkit.families import FAMILIES, family_of
 from quantkit.pack import FORMATS, Codes
 from quantkit.solve.eight_bit import SIDE, nearest, per_row
 
@@ -100,8 +102,13 @@ def load_model(folder: Path) -> Any:
     config = AutoConfig.for_model(fields["model_type"], **{k: v for k, v in fields.items() if k != "model_type"})
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     model: Any = kind.from_pretrained(None, config=config, state_dict=state, dtype=dtype)
+    family = family_of(index.config) if index.config.get("model_type") in FAMILIES else None
+    if dynamic and family:
+        for block in model.get_submodule(family.layers):
+            split_experts(block, family)
     for module, codes in dynamic.items():
-        model.set_submodule(module, EightBitLinear(codes, state.get(f"{module}.bias"), dtype))
+        name = family.loaded(module) if family else module
+        model.set_submodule(name, EightBitLinear(codes, state.get(f"{module}.bias"), dtype))
     if (folder / "generation_config.json").is_file():
         text = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
         model.generation_config = GenerationConfig.from_dict(text)

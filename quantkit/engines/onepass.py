@@ -84,7 +84,7 @@ def _one_block(
     source = {name.removeprefix(prefix): weights.get(name) for name in index.tensors if name.startswith(prefix)}
     decoder = build_block(index.config, source, block, hidden_SLD)
     batch = max(1, _BATCH_TOKENS // hidden_SLD.shape[1])
-    statistics = run_block(decoder, hidden_SLD, family.inputs, batch=batch, where=prefix)
+    statistics = run_block(decoder, hidden_SLD, family, batch=batch, where=prefix)
     lines: list[LedgerLine] = []
     digests, changed = {}, {}
     for variant in plan.variants:
@@ -111,8 +111,10 @@ def _close(
     rest = {name: weights.get(name) for name in index.tensors if not name.startswith(prefixes)}
     write_shard(folder / shard_name(blocks + 1, blocks + 1), rest)
     fused = fused_names(family.fused, family.fused_names, variant.ignored)
+    routers = (prefix + name for prefix in prefixes for name in family.routers)
+    kept = variant.model_copy(update={"ignored": (*variant.ignored, *routers)})
     shards = [shard_name(number + 1, blocks + 1) for number in range(blocks + 1)]
-    finish(folder, index, shards, FORMATS[variant.format].config(variant, fused))
+    finish(folder, index, shards, FORMATS[variant.format].config(kept, fused))
     done = [_Done.read(_done_path(work, block)) for block in range(blocks)]
     digests = {module: found for record in done for module, found in record.digests[variant.name].items()}
     changed = {name for record in done for name in record.changed[variant.name]}

@@ -34,7 +34,7 @@ class Solved:
     digests: dict[str, str]
     """By module: what `digest` of its codes must be after reopening."""
     changed: tuple[str, ...]
-    """Full names of norms and biases that folding altered."""
+    """Full names of norms, biases and routers that folding altered."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class _Folded:
 
     weights: dict[str, Tensor]
     changed: dict[str, Tensor]
-    """Norms and biases in the stored dtype, by name within the block."""
+    """Norms, biases and routers in the stored dtype, by name within the block."""
     in_scale: dict[str, Tensor]
     out_scale: dict[str, Tensor]
 
@@ -174,6 +174,9 @@ def _fold(
             if f"{fold.before}.bias" in source:
                 bias_O = source[f"{fold.before}.bias"]
                 folded.changed[f"{fold.before}.bias"] = (bias_O.float() / out_O).to(bias_O.dtype)
+        for name in fold.also:
+            weight_OI = source[f"{name}.weight"]
+            folded.changed[f"{name}.weight"] = (weight_OI.float() * scale_C).to(weight_OI.dtype)
         for name in fold.linears:
             folded.weights[name] = folded.weights[name] * scale_C[channel_I]
             folded.in_scale[name] = scale_C[channel_I]

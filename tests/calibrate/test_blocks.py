@@ -30,8 +30,10 @@ def blocks_are_the_whole_model(folder: Path, batch: int) -> None:
             prefix = family.prefix(block)
             tensors = {n.removeprefix(prefix): weights.get(n) for n in index.tensors if n.startswith(prefix)}
             decoder = build_block(index.config, tensors, block, hidden)
-            statistics = run_block(decoder, hidden, family.inputs, batch=batch, where=prefix)
-            assert {known.tokens for known in statistics.values()} == {96}
+            statistics = run_block(decoder, hidden, family, batch=batch, where=prefix)
+            assert {statistics[group[0]].tokens for group in family.inputs if group[0] not in family.pooled} == {96}
+            chosen = index.config.get("num_experts_per_tok", 0)
+            assert sum(statistics[name].tokens for name in family.pooled) == 96 * chosen
     with torch.no_grad():
         torch.testing.assert_close(model.norm(hidden), whole.last_hidden_state, rtol=1e-5, atol=1e-5)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.calibrate.statistics import Gathering
+from quantkit.calibrate.statistics import Gathering, finish_all
 from quantkit.errors import SolveError
 
 
@@ -59,3 +59,23 @@ def test_the_precision_of_other_products_stays() -> None:
     before = torch.get_float32_matmul_precision()
     gather(inputs())
     assert torch.get_float32_matmul_precision() == before
+
+
+def test_an_expert_that_few_tokens_reached_stands_on_what_all_saw() -> None:
+    seen = inputs(samples=5, length=20, columns=40)
+    tokens = {"a": seen[:3], "b": seen[3:, :2], "c": seen[:0], "other": seen[:, :1] * 9}
+    gatherings = {name: Gathering(40) for name in tokens}
+    for name, part in tokens.items():
+        if len(part):
+            gatherings[name].add(part)
+    found = finish_all(gatherings, ["a", "b", "c"], "x.")
+    assert {name: known.tokens for name, known in found.items()} == {"a": 60, "b": 4, "c": 0, "other": 5}
+    for name in ("a", "other"):
+        assert torch.equal(found[name].gram_II, gather(tokens[name]).finish("x").gram_II)
+    flat = torch.cat([seen[:3].flatten(0, 1), seen[3:, :2].flatten(0, 1)]).double()
+    for name in ("b", "c"):
+        torch.testing.assert_close(found[name].gram_II.double(), flat.T @ flat / 64, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found[name].mean_abs_I.double(), flat.abs().mean(0), rtol=1e-5, atol=1e-6)
+        assert torch.equal(found[name].max_abs_I.double(), flat.abs().amax(0))
+    with pytest.raises(SolveError, match=r"no token.*\n.*x\.other"):
+        finish_all(gatherings | {"other": Gathering(40)}, ["a", "b", "c"], "x.")

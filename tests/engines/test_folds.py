@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from quantkit.checkpoint.read import Weights
 from quantkit.engines import variant as solving
 from quantkit.families import FAMILIES, family_of
 from tests.conftest import TinyFamily
-from tests.engines.test_onepass import every_variant, logits, run, variant
+from tests.engines.test_onepass import every_variant, logits, run, tensors_of, variant
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -59,10 +61,12 @@ def test_every_variant_loads_near_its_source_and_is_no_worse_than_plain(
     kind: str, tmp_path: Path, tiny_family: TinyFamily
 ) -> None:
     index = read_index(tiny_family(tmp_path / "model", kind))
-    linears = family_of(index.config).linears(index.config, index.tensors)
+    family = family_of(index.config)
+    linears = family.linears(index.config, index.tensors)
     lines = run(index, every_variant(index), tmp_path / "out")
     assert len(lines) == len(every_variant(index)) * len(linears)
-    assert all(line["error"] <= 1.01 * line["rtn_error"] and line["tokens"] == 256 for line in lines)
+    assert all(line["error"] <= 1.01 * line["rtn_error"] for line in lines)
+    assert all(line["tokens"] == 256 for line in lines if not line["module"].endswith(family.pooled))
     for name in ("awq", "gptq"):
         own = [line for line in lines if line["variant"] == name]
         assert sum(line["used"] == name for line in own) >= 0.9 * len(own)
@@ -73,8 +77,53 @@ def test_every_variant_loads_near_its_source_and_is_no_worse_than_plain(
         folder = tmp_path / "out" / "artifacts" / plan.name
         assert verify_manifest(folder).variant == plan.name
         found = logits(folder)
-        divergence[plan.name] = float((source.exp() * (source - found)).sum(-1).mean())
+        # The median token: where a router changes its mind, one token's divergence is chance, and outweighs the mean.
+        divergence[plan.name] = float((source.exp() * (source - found)).sum(-1).median())
     assert divergence["int8"] < divergence["fp8"] < divergence["awq"] < divergence["rtn"]
     assert divergence["gptq8"] < divergence["rtn8"] < divergence["int8"]
     assert max(divergence["static"], divergence["block"]) < divergence["awq"]
     assert not (tmp_path / "out" / "artifacts" / ".work").exists()
+
+
+@pytest.mark.parametrize("kind", [kind for kind, family in FAMILIES.items() if family.experts])
+def test_experts_that_no_token_reached_come_out_like_their_siblings(
+    kind: str, tmp_path: Path, tiny_family: TinyFamily
+) -> None:
+    index = read_index(tiny_family(tmp_path / "model", kind))
+    family = family_of(index.config)
+    assert family.experts
+    plans = every_variant(index)
+    lines = run(index, plans, tmp_path / "out", tokens=torch.full((10, 8), 5))
+    downs = [line for line in lines if line["module"].endswith(f".{family.experts.parts[2]}")]
+    assert {line["tokens"] for line in downs} == {0, 80}
+    for plan in plans:
+        folder = tmp_path / "out" / "artifacts" / plan.name
+        assert torch.isfinite(logits(folder)).all()
+        by_expert: dict[str, set[tuple[str, torch.dtype, torch.Size]]] = {}
+        for name, tensor in tensors_of(folder).items():
+            head, found, tail = name.partition(".experts.")
+            if found:
+                number, _, rest = tail.partition(".")
+                by_expert.setdefault(number, set()).add((f"{head}.{rest}", tensor.dtype, tensor.shape))
+        assert len(by_expert) == 4 and all(own == by_expert["0"] for own in by_expert.values())
+
+
+@pytest.mark.parametrize("kind", [kind for kind, family in FAMILIES.items() if family.experts])
+def test_routers_are_named_as_kept_and_change_only_where_their_norm_does(
+    kind: str, tmp_path: Path, tiny_family: TinyFamily
+) -> None:
+    index = read_index(tiny_family(tmp_path / "model", kind))
+    family = family_of(index.config)
+    plans = (*every_variant(index)[:1], *every_variant(index)[2:4])
+    run(index, plans, tmp_path / "out")
+    routers = [family.prefix(block) + name for block in range(3) for name in family.routers]
+    source = tensors_of(index.root)
+    for plan, key in zip(plans, ("modules_to_not_convert", "dynamic", "ignore"), strict=True):
+        folder = tmp_path / "out" / "artifacts" / plan.name
+        kept = json.loads((folder / "config.json").read_text())["quantization_config"][key]
+        made = tensors_of(folder)
+        for name in routers:
+            assert any(re.fullmatch(entry.removeprefix("-:"), name) for entry in kept)
+            norm = f"{name.rpartition('.')[0].rpartition('.')[0]}.post_attention_layernorm.weight"
+            same = torch.equal(made[f"{name}.weight"], source[f"{name}.weight"])
+            assert same == torch.equal(made[norm], source[norm]) and (same or plan.method == "awq")

@@ -70,8 +70,11 @@ def every_variant(index: Index) -> tuple[VariantPlan, ...]:
     )
 
 
-def run(index: Index, variants: tuple[VariantPlan, ...], out: Path, seed: int = 0) -> list[dict[str, Any]]:
-    tokens = torch.randint(0, 64, (8, 32), generator=torch.Generator().manual_seed(seed))
+def run(
+    index: Index, variants: tuple[VariantPlan, ...], out: Path, seed: int = 0, tokens: torch.Tensor | None = None
+) -> list[dict[str, Any]]:
+    if tokens is None:
+        tokens = torch.randint(0, 64, (8, 32), generator=torch.Generator().manual_seed(seed))
     plan = Plan(
         family="x", variants=variants, source_bytes=0, peak_bytes=0, disk_bytes=0, calibration_tokens=256,
         kv_bytes_per_token=0, target="cpu",
